@@ -1,0 +1,67 @@
+"""A pinhole camera and a posed frame: what every image is measured with. Shapes and values are checked once, here."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Camera:
+    """Pinhole intrinsics in pixels. The CENTRE of the first pixel is at (0.5, 0.5), so scaling is exact (gsplat's
+    convention; ROS and OpenCV put it at (0, 0): their cx, cy are smaller by 0.5)."""
+    width: int
+    height: int
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+
+    def __post_init__(self):
+        if not (self.width > 0 and self.height > 0 and self.width <= 32767 and self.height <= 32767):
+            raise ValueError(f"camera size {self.width}x{self.height}: must be 1..32767")
+        if not (np.isfinite([self.fx, self.fy, self.cx, self.cy]).all() and self.fx > 0 and self.fy > 0):
+            raise ValueError(f"focal lengths fx={self.fx}, fy={self.fy}: must be positive and finite; is the camera calibrated?")
+
+    @property
+    def K(self) -> np.ndarray:
+        """[3, 3] float32."""
+        return np.array([[self.fx, 0, self.cx], [0, self.fy, self.cy], [0, 0, 1]], np.float32)
+
+    def resized(self, width: int, height: int) -> "Camera":
+        """The camera whose image is this one's, resampled to width x height."""
+        sx, sy = width / self.width, height / self.height
+        return replace(self, width=width, height=height, fx=self.fx * sx, fy=self.fy * sy, cx=self.cx * sx, cy=self.cy * sy)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One posed image. rgb [H,W,3] uint8; depth_m [H,W] float32, camera z in metres, 0 = unknown, or None;
+    T_world_cam [4,4] float64, camera axes x right, y down, z forward; held_out: only ever used to measure the map."""
+    stamp_ns: int
+    camera: Camera
+    T_world_cam: np.ndarray
+    rgb: np.ndarray
+    depth_m: np.ndarray | None = None
+    held_out: bool = False
+    frame_id: str = "camera"
+
+    def __post_init__(self):
+        size = (self.camera.height, self.camera.width)
+        if self.rgb.shape != (*size, 3) or self.rgb.dtype != np.uint8:
+            raise ValueError(f"rgb is {self.rgb.dtype} {self.rgb.shape}, the camera says uint8 {(*size, 3)}")
+        if self.depth_m is not None and (self.depth_m.shape != size or self.depth_m.dtype != np.float32):
+            raise ValueError(f"depth_m is {self.depth_m.dtype} {self.depth_m.shape}, the camera says float32 {size}")
+        R = self.T_world_cam[:3, :3]
+        if self.T_world_cam.shape != (4, 4) or not np.isfinite(self.T_world_cam).all():
+            raise ValueError("T_world_cam must be a finite 4x4 matrix")
+        if np.abs(R @ R.T - np.eye(3)).max() > 1e-3 or np.linalg.det(R) < 0:
+            raise ValueError("T_world_cam: the rotation is not orthonormal to 1e-3")
+
+    @property
+    def T_cam_world(self) -> np.ndarray:
+        """[4, 4] float32."""
+        R, t = self.T_world_cam[:3, :3], self.T_world_cam[:3, 3]
+        out = np.eye(4)
+        out[:3, :3], out[:3, 3] = R.T, -R.T @ t
+        return out.astype(np.float32)

@@ -1,0 +1,157 @@
+"""Every parameter of the engine and the mapper, once: name, default, unit, range, help.
+
+The ROS parameters, `config/default.yaml` and the documentation derive from these rows (a test proves that they agree).
+"""
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Iterator
+
+
+def param(default: Any, unit: str, help: str, low: float | None = None, high: float | None = None, live: bool = False):
+    """One row: `live` parameters may change while the mapper runs."""
+    return field(default=default, metadata=dict(unit=unit, help=help, low=low, high=high, live=live))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    backend: str = param("auto", "", "auto | cpu | cuda; auto takes cuda when its library and a GPU are there")
+    device: int = param(0, "", "CUDA device index", 0, 63)
+    threads: int = param(0, "", "CPU threads of the engine; 0 = all cores", 0, 1024)
+    sh_degree: int = param(2, "", "spherical-harmonics degree of the colours", 0, 3)
+    max_gaussians: int = param(1_000_000, "Gaussians", "the map never holds more", 1, 200_000_000)
+    vram_budget_mb: int = param(0, "MiB", "bytes that all engine buffers together may take; 0 = no limit", 0, 1_000_000)
+    arena_alias: bool = param(True, "", "let buffers that are never alive together share bytes")
+    arena_debug: bool = param(False, "", "poison and canaries in the arena (slow)")
+    seed: int = param(0, "", "seed of every random choice", 0, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    min_translation_m: float = param(0.03, "m", "a frame that moved this far from every recent keyframe becomes one", 0, 100, True)
+    min_rotation_deg: float = param(2.0, "deg", ".. or that turned this far", 0, 180, True)
+    max_interval_s: float = param(1.0, "s", ".. or that came this long after the last keyframe", 0, 3600, True)
+    min_sharpness: float = param(0.3, "", "reject a frame whose Laplacian variance is below this share of the recent median; 0 = off", 0, 1, True)
+    inbox_frames: int = param(8, "frames", "frames that may wait for the mapper; the oldest is dropped beyond this", 1, 1000)
+
+
+@dataclass(frozen=True)
+class InsertConfig:
+    alpha_below: float = param(0.5, "", "insert where the rendered alpha is below this", 0, 1, True)
+    depth_error: float = param(0.05, "", "insert where measured depth is in front of the rendered one by this share", 0, 10, True)
+    detail_gain: float = param(1.0, "", "probability of insertion per unit of missing |Laplacian|", 0, 100, True)
+    min_depth_m: float = param(0.1, "m", "nearest depth that is used", 0.001, 1000, True)
+    max_depth_m: float = param(20.0, "m", "farthest depth that is used", 0.01, 10000, True)
+    size: float = param(0.7, "px", "sigma at birth, in units of the sampling distance", 0.01, 10, True)
+    opacity: float = param(0.5, "", "opacity at birth", 0.01, 0.99, True)
+    stride_px: int = param(1, "px", "distance of candidate pixels", 1, 64, True)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps_per_frame: int = param(20, "steps", "steps due for each frame taken in; the mapper does more when idle (not with --lossless)", 0, 10000, True)
+    max_keyframes: int = param(2000, "keyframes", "keyframes kept for replay; beyond this the most redundant one goes", 2, 1_000_000)
+    newest_probability: float = param(0.25, "", "share of steps on the newest keyframe", 0, 1, True)
+    ssim_weight: float = param(0.2, "", "loss = (1-w) L1 + w (1-SSIM) + depth_weight * relative depth error", 0, 1, True)
+    depth_weight: float = param(0.1, "", "see ssim_weight", 0, 100, True)
+    lr_mean: float = param(4e-4, "m", "Adam step of positions", 0, 1, True)
+    lr_quat: float = param(1e-3, "", "Adam step of rotations", 0, 1, True)
+    lr_log_scale: float = param(5e-3, "", "Adam step of log scales", 0, 1, True)
+    lr_logit_opacity: float = param(2.5e-2, "", "Adam step of opacity logits", 0, 1, True)
+    lr_sh0: float = param(2.5e-3, "", "Adam step of the base colour", 0, 1, True)
+    lr_sh_rest: float = param(1.25e-4, "", "Adam step of the view-dependent colour", 0, 1, True)
+    beta1: float = param(0.9, "", "Adam", 0, 0.9999, True)
+    beta2: float = param(0.999, "", "Adam", 0, 0.99999, True)
+    sh_interval_steps: int = param(500, "steps", "one more SH degree is trained after this many steps", 0, 1_000_000, True)
+    opacity_reg: float = param(0.0, "", "weight of the mean opacity of visible Gaussians", 0, 1, True)
+    scale_reg: float = param(0.0, "", "weight of the mean size of visible Gaussians, relative to their depth", 0, 1, True)
+    blur_px2: float = param(0.3, "px^2", "added to every screen covariance", 0, 10)
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    interval_steps: int = param(200, "steps", "prune every so many steps; 0 = never", 0, 1_000_000, True)
+    min_opacity: float = param(0.02, "", "Gaussians below this opacity go", 0, 1, True)
+    max_scale_m: float = param(2.0, "m", "Gaussians with a larger axis go", 0, 10000, True)
+    relocate: bool = param(True, "", "at max_gaussians or the budget, move weak Gaussians onto poorly fitted ones instead of growing", live=True)
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    period_s: float = param(5.0, "s", "time between mesh updates while someone listens; 0 = only on request", 0, 3600, True)
+    voxel_m: float = param(0.03, "m", "TSDF voxel", 0.001, 1)
+    truncation_voxels: float = param(4.0, "voxels", "TSDF truncation", 1, 20)
+    max_depth_m: float = param(6.0, "m", "rendered depth beyond this is not fused", 0.1, 1000)
+    chunk_m: float = param(2.0, "m", "edge of a mesh chunk", 0.1, 100)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    holdout_every: int = param(0, "frames", "every so many-th frame is kept out of the map and used to measure it; 0 = none", 0, 10000)
+    period_s: float = param(2.0, "s", "time between held-out measurements (one frame each) while mapping; 0 = only at the end", 0, 3600, True)
+    max_held_out: int = param(200, "frames", "held-out frames kept", 1, 100000)
+
+
+@dataclass(frozen=True)
+class Config:
+    engine: EngineConfig = EngineConfig()
+    gate: GateConfig = GateConfig()
+    insert: InsertConfig = InsertConfig()
+    train: TrainConfig = TrainConfig()
+    prune: PruneConfig = PruneConfig()
+    mesh: MeshConfig = MeshConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+def rows(config: Any = None) -> Iterator[tuple[str, Any, dataclasses.Field]]:
+    """(dotted name, value, field) of every parameter, in order."""
+    config = Config() if config is None else config
+    for group in dataclasses.fields(config):
+        for f in dataclasses.fields(getattr(config, group.name)):
+            yield f"{group.name}.{f.name}", getattr(getattr(config, group.name), f.name), f
+
+
+def replaced(config: Any, values: dict[str, Any]) -> Any:
+    """A new config with dotted names replaced. Raises ValueError with name, value, range and unit on a bad value."""
+    known = {name: (value, f) for name, value, f in rows(config)}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in known:
+            near = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+            raise ValueError(f"unknown parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+        group, leaf = name.split(".")
+        groups.setdefault(group, {})[leaf] = checked(name, value, *known[name])
+    return dataclasses.replace(config, **{g: dataclasses.replace(getattr(config, g), **v) for g, v in groups.items()})
+
+
+def checked(name: str, value: Any, current: Any, f: dataclasses.Field) -> Any:
+    """`value` in the type of the row, or ValueError."""
+    kind = type(current)
+    if kind is bool and not isinstance(value, bool) or kind is str and not isinstance(value, str):
+        raise ValueError(f"{name} = {value!r}: must be {kind.__name__}")
+    try:
+        out = kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} = {value!r}: must be {kind.__name__}") from None
+    if kind is int and out != value:
+        raise ValueError(f"{name} = {value!r}: must be a whole number")
+    low, high = f.metadata["low"], f.metadata["high"]
+    if low is not None and not low <= out <= high:  # also refuses NaN
+        raise ValueError(f"{name} = {out} {f.metadata['unit']}: must lie in [{low}, {high}]")
+    return out
+
+
+def load_yaml(path: str, config: Any = None) -> Any:
+    """Config from a ROS parameter file (`/**: ros__parameters:`) or plain nested YAML; rows of other tables are ignored."""
+    import yaml
+    with open(path) as file:
+        tree = yaml.safe_load(file) or {}
+    for key in list(tree):
+        if isinstance(tree[key], dict) and "ros__parameters" in tree[key]:
+            tree = tree[key]["ros__parameters"]
+            break
+    config = Config() if config is None else config
+    groups = {f.name for f in dataclasses.fields(config)}
+    flat = {f"{g}.{k}": v for g, leaf in tree.items() if g in groups and isinstance(leaf, dict) for k, v in leaf.items()}
+    return replaced(config, flat)

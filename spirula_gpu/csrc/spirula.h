@@ -1,0 +1,179 @@
+/* spirula.h: the C ABI of the engine, the same for libspirula_cpu.so and libspirula_cuda.so.
+ *
+ * THREAD RULE. A context belongs to one thread at a time; two contexts never share anything. No function takes a lock,
+ * prints, throws or exits. Every function returns 0 (SPL_OK) or a negative spl_status; spl_error(ctx) then says the
+ * number, the limit and the remedy, and the outputs are untouched.
+ *
+ * POINTERS are host pointers in the CPU library. In the CUDA library `host` arguments are host pointers and all image,
+ * target and gaussian arrays are device pointers of the context's device. Arrays are C-contiguous, lengths in [..].
+ *
+ * A COMPLETE EXAMPLE
+ *     spl_create_params p = {sizeof p};  p.sh_degree = 3;  p.max_gaussians = 1 << 20;  p.arena_alias = 1;
+ *     spl_ctx* ctx;                      if (spl_create(&p, &ctx)) { puts(spl_error(NULL)); return 1; }
+ *     spl_gaussians g = {sizeof g, 0, n, 3, means, quats, log_scales, logit_opacities, sh};
+ *     spl_map_append(ctx, &g, owner);
+ *     spl_view v = {sizeof v};  v.n_cameras = 1;  v.width = 640;  v.height = 480;  v.sh_degree = 3;
+ *     v.viewmats = T_cam_world;  v.Ks = K;  v.blur_px2 = 0.3f;  v.near_m = 0.01f;
+ *     spl_target t = {sizeof t};  t.rgb = image_u8;
+ *     spl_hyper h = {sizeof h};  ... learning rates ...
+ *     spl_step s = {sizeof s};
+ *     for (int i = 0; i < 1000; ++i) if (spl_train_step(ctx, &v, &t, &h, &s)) { puts(spl_error(ctx)); break; }
+ *     spl_destroy(ctx);
+ *
+ * CONVENTIONS. World and camera frames in metres; camera axes x right, y down, z forward (OpenCV, REP-103 optical).
+ * viewmats are T_cam_world, row-major. K maps to pixel coordinates in which the CENTRE of the first pixel is (0.5, 0.5)
+ * (gsplat's convention; a ROS/OpenCV CameraInfo has it at (0, 0): add 0.5 to cx, cy). Quaternions are w x y z.
+ * Depth images are the alpha-weighted sum of camera z: divide by alpha for the expected depth. */
+#ifndef SPIRULA_H
+#define SPIRULA_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+#define SPL_API __attribute__((visibility("default")))
+
+typedef struct spl_ctx spl_ctx;
+
+typedef enum {
+  SPL_OK = 0,
+  SPL_E_ARGUMENT = -1,  /* a pointer, size or value that cannot be right */
+  SPL_E_CAPACITY = -2,  /* more Gaussians or intersections than the context may hold */
+  SPL_E_MEMORY = -3,    /* the allocation failed */
+  SPL_E_DEVICE = -4,    /* the device is missing or in an error state (CUDA) */
+} spl_status;
+
+/* ---- life cycle ------------------------------------------------------------------------------------------------- */
+typedef struct {
+  int64_t struct_size;
+  int64_t max_gaussians;  /* address range that is reserved for the map; memory is taken only as it grows */
+  int64_t budget_bytes;   /* 0: none. All rows together never exceed it: SPL_E_CAPACITY instead */
+  int32_t sh_degree;      /* 0..3, what the map stores */
+  int32_t threads;        /* CPU: 0 = all cores */
+  int32_t device;         /* CUDA: device index */
+  int32_t arena_alias;    /* 0: every arena row has bytes of its own (A/B switch; results are bit-identical on the CPU) */
+  int32_t arena_debug;    /* 1: poison rows outside their phases and check canaries behind them */
+} spl_create_params;
+
+SPL_API int32_t spl_abi_version(void);
+SPL_API const char* spl_backend(void);               /* "cpu" or "cuda" */
+SPL_API int64_t spl_constant(const char* name);      /* any constant of layout.h or sizeof a struct; INT64_MIN: unknown */
+SPL_API int spl_create(const spl_create_params*, spl_ctx** out);
+SPL_API void spl_destroy(spl_ctx*);
+SPL_API const char* spl_error(const spl_ctx*);       /* NULL: the last failed spl_create of this thread */
+
+/* ---- memory: the one table of buffers (layout.h) ------------------------------------------------------------------ */
+typedef struct {
+  char name[32];
+  int32_t category;     /* index into SPL_CATEGORY_NAMES */
+  int32_t count;        /* what it is counted in: index into SPL_COUNT_NAMES */
+  int32_t first_phase;  /* bytes are valid from .. */
+  int32_t last_phase;   /* .. to; SPL_PHASE_ALWAYS rows own their bytes */
+  int32_t saved;        /* a checkpoint stores it */
+  int32_t aliased;      /* lives in the arena, capacity is reported once under "arena" */
+  int64_t item_bytes;
+  int64_t used_bytes, capacity_bytes;
+} spl_row;
+SPL_API int spl_report(spl_ctx*, spl_row* rows, int32_t capacity, int32_t* n_rows); /* all rows, then "arena" */
+SPL_API int spl_buffer(spl_ctx*, const char* name, void** ptr, int64_t* bytes);     /* for tests: a row as it is now */
+
+/* ---- the map: raw (optimiser) parametrisation ---------------------------------------------------------------------- */
+enum { SPL_ACTIVATED = 1 }; /* spl_gaussians.flags: log_scales holds scales in m, logit_opacities holds opacities */
+typedef struct {
+  int64_t struct_size;
+  int64_t flags;
+  int64_t n;
+  int64_t sh_degree;             /* of the array sh: K = (sh_degree+1)^2; -1: sh holds RGB [n,3], used as is */
+  const float* means;            /* [n,3] world, m */
+  const float* quats;            /* [n,4] wxyz, any norm > 0 */
+  const float* log_scales;       /* [n,3] */
+  const float* logit_opacities;  /* [n] */
+  const float* sh;               /* [n,K,3] */
+} spl_gaussians;
+
+SPL_API int64_t spl_map_size(const spl_ctx*);
+SPL_API int spl_map_append(spl_ctx*, const spl_gaussians* host, int32_t owner);  /* owner: keyframe id; Adam state zero */
+SPL_API int spl_map_read(spl_ctx*, const char* row, int64_t first, int64_t count, void* host);
+SPL_API int spl_map_write(spl_ctx*, const char* row, int64_t first, int64_t count, const void* host);
+SPL_API int spl_map_keep(spl_ctx*, const uint8_t* keep_host, int64_t* n_kept);   /* keep [n]: 0 removes; order is kept */
+/* Move n_moves Gaussians onto better ones: dst takes src's parameters, both get the opacity and scale that leave the
+ * rendered sum unchanged (Kheradmand et al. 2024, eq. 9); dst's Adam state is zeroed. */
+SPL_API int spl_map_relocate(spl_ctx*, int64_t n_moves, const int64_t* dst_host, const int64_t* src_host, float min_opacity);
+
+/* ---- rendering ------------------------------------------------------------------------------------------------------ */
+typedef struct {
+  int64_t struct_size;
+  int32_t n_cameras, width, height;
+  int32_t sh_degree;       /* degree that is evaluated, <= what is stored */
+  float blur_px2;          /* added to the screen covariance, px^2 (0.3) */
+  float near_m;            /* Gaussians nearer than this are not drawn */
+  float background[3];
+  int32_t reserved;
+  const float* viewmats;   /* [C,4,4] T_cam_world, host */
+  const float* Ks;         /* [C,3,3] host */
+} spl_view;
+
+typedef struct {
+  int64_t struct_size;
+  float* rgb;    /* [C,H,W,3] or NULL */
+  float* alpha;  /* [C,H,W]   or NULL */
+  float* depth;  /* [C,H,W]   or NULL: sum of weight * camera z, m */
+} spl_image;
+
+typedef struct {
+  int64_t struct_size;
+  float *means, *quats, *log_scales, *logit_opacities, *sh; /* as spl_gaussians; every element is written */
+  float* viewmats;                                          /* [C,4,4] or NULL */
+} spl_gaussian_grads;
+
+typedef struct {
+  int64_t struct_size;
+  int64_t n_pairs, n_isects; /* visible camera-Gaussian pairs; splat-tile intersections */
+  double loss, l1, ssim, depth, alpha;
+  double ms[8];              /* per phase of layout.h */
+} spl_step;
+
+SPL_API int spl_render(spl_ctx*, const spl_view*, const spl_image* out);                        /* the map */
+SPL_API int spl_forward(spl_ctx*, const spl_gaussians*, const spl_view*, const spl_image* out);  /* the caller's */
+/* Gradients of sum(v_image . image) for the Gaussians and view of the arguments: runs forward again, keeps nothing. */
+SPL_API int spl_backward(spl_ctx*, const spl_gaussians*, const spl_view*, const spl_image* v_image, const spl_gaussian_grads* out);
+
+/* ---- training --------------------------------------------------------------------------------------------------------- */
+typedef struct {
+  int64_t struct_size;
+  const uint8_t* rgb;   /* [C,H,W,3] */
+  const float* depth;   /* [C,H,W] m, 0 = unknown; or NULL */
+  const uint8_t* mask;  /* [C,H,W] 0 = ignore; or NULL */
+} spl_target;
+
+typedef struct {
+  int64_t struct_size;
+  float lr_mean, lr_quat, lr_log_scale, lr_logit_opacity, lr_sh0, lr_sh_rest; /* lr_mean in m */
+  float beta1, beta2, eps;
+  float ssim_weight;    /* loss = (1-w) L1 + w (1-SSIM) */
+  float depth_weight;   /* + w * mean |depth - alpha d| / d over known depths */
+  float opacity_reg, scale_reg; /* + reg * sigmoid(o), + reg * scale / (z of the nearest pair), visible Gaussians only */
+} spl_hyper;
+
+SPL_API int spl_train_step(spl_ctx*, const spl_view*, const spl_target*, const spl_hyper*, spl_step* out);
+/* The loss alone: value and d loss / d image (v_image pointers may be NULL). */
+SPL_API int spl_loss(spl_ctx*, const spl_view*, const spl_image* image, const spl_target*, const spl_hyper*, const spl_image* v_image, spl_step* out);
+
+/* ---- insertion ---------------------------------------------------------------------------------------------------------- */
+typedef struct {
+  int64_t struct_size;
+  float alpha_below;      /* insert where rendered alpha is below .. */
+  float depth_error;      /* .. or |rendered - measured depth| > depth_error * depth and the measurement is in front .. */
+  float detail_gain;      /* .. else with probability gain * (|Laplacian(image)| - |Laplacian(render)|), colours in 0..1 */
+  float min_depth_m, max_depth_m;
+  float size;             /* sigma = size * sampling distance on screen * depth / f */
+  float opacity;
+  int32_t stride_px;      /* 1: every pixel is a candidate */
+  int32_t owner;          /* keyframe id */
+  uint64_t seed;
+} spl_insert_params;
+SPL_API int spl_insert(spl_ctx*, const spl_view*, const spl_target*, const spl_insert_params*, int64_t* n_new);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
