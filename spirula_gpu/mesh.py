@@ -11,7 +11,7 @@ from .ply import write_atomically
 from .report import MeshChunk
 
 BLOCK_VOXELS, INITIAL_BLOCKS = 16, 1000  # edge of an Open3D block; the grid grows beyond the initial number by itself
-MIN_WEIGHT = 1.0                         # observations that a voxel needs to be part of the mesh
+MIN_WEIGHT = 0.5                         # one observation weighs 1; a voxel must weigh more than this
 
 
 class TsdfMesher:
