@@ -42,9 +42,9 @@ class TsdfMesher:
         core, geometry = self._o3d.core, self._o3d.t.geometry
         image = lambda array: geometry.Image(core.Tensor(np.ascontiguousarray(array, np.float32)))
         depth, color = image(np.where(usable, depth_m, 0)), image(rgb)  # float colours, or the running mean would round down at every view
-        K = camera.K.astype(np.float64)
-        K[:2, 2] -= 0.5  # Open3D: the centre of the first pixel is (0, 0)
-        intrinsic, extrinsic = core.Tensor(K), core.Tensor(np.linalg.inv(T_world_cam))
+        # The grid rounds a projected voxel down to its pixel, so pixel centres are at +0.5 for it, as for our Camera.
+        # (The rest of Open3D has them at integers; test_mesh.py measures which one holds.)
+        intrinsic, extrinsic = core.Tensor(camera.K.astype(np.float64)), core.Tensor(np.linalg.inv(T_world_cam))
         scale, limit, truncation = 1.0, self._config.max_depth_m, self._config.truncation_voxels
         blocks = self._grid.compute_unique_block_coordinates(depth, intrinsic, extrinsic, scale, limit, truncation)
         self._grid.integrate(blocks, depth, color, intrinsic, extrinsic, scale, limit, truncation)
