@@ -90,6 +90,12 @@ class PoseBuffer:
         self._stamps.clear()
         self._poses.clear()
 
+    def forget_future(self, stamp_ns: int) -> None:
+        """The clock was restarted at stamp_ns: poses from before the restart go, those already from after it stay."""
+        if self._stamps and self._stamps[-1] > stamp_ns + JUMP_NS:
+            self.clear()
+            self.jumps += 1
+
     def insert(self, stamp_ns: int, T: np.ndarray) -> None:
         """T [4,4]: rigid; the caller has checked it (`convert.pose_from_msg`)."""
         stamps, poses = self._stamps, self._poses
@@ -137,11 +143,11 @@ class TfBuffer:
     def jumps(self) -> int:
         return sum(e.jumps for e in self._edge.values() if isinstance(e, PoseBuffer))
 
-    def clear(self) -> None:
-        """Forgets every moving edge; static ones stay (they are sent once)."""
+    def forget_future(self, stamp_ns: int) -> None:
+        """As `PoseBuffer.forget_future`; static edges stay (they are sent once)."""
         for edge in self._edge.values():
             if isinstance(edge, PoseBuffer):
-                edge.clear()
+                edge.forget_future(stamp_ns)
 
     def insert(self, stamp_ns: int, parent: str, child: str, T_parent_child: np.ndarray, static: bool = False) -> None:
         """Raises ValueError if a frame would become its own ancestor."""
