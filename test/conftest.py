@@ -1,0 +1,70 @@
+"""Every test sees the INSTALLED packages (built messages, native library, launch files), also in subprocesses."""
+import filecmp
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+LAUNCH_TESTS = Path(sys.prefix) / "launch_tests"  # made by tools/test_ros.py where no ROS installation provides launch
+
+# `python -m pytest` puts the working directory on sys.path, where the checkout's packages would hide the installed ones.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != CHECKOUT]
+os.environ.setdefault("AMENT_PREFIX_PATH", sys.prefix)  # what `source setup.bash` does on a ROS installation
+
+
+def installed_package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        pytest.exit(f"{name} is not installed in {sys.prefix}: run `make build` (or `make develop`)", returncode=4)
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def stale_files(name: str) -> list[str]:
+    """Python files that differ between the checkout and the installed package; after `make develop`, none."""
+    installed = installed_package(name)
+    return [str(file.relative_to(CHECKOUT)) for file in sorted((CHECKOUT / name).rglob("*.py"))
+            if not (copy := installed / file.relative_to(CHECKOUT / name)).is_file() or not filecmp.cmp(file, copy, shallow=False)]
+
+
+def pytest_sessionstart(session):
+    if any(file.is_symlink() for file in installed_package("spirula_ros").glob("*.py")):
+        subprocess.run([sys.executable, CHECKOUT / "tools" / "develop.py"], check=True)  # links to new files
+    stale = stale_files("spirula_gpu") + stale_files("spirula_ros")
+    if stale:
+        pytest.exit(f"the installed packages are older than the checkout ({', '.join(stale[:5])}): "
+                    "run `make build` (or `make develop`)", returncode=4)
+
+
+def pytest_report_header(config):
+    return f"testing {installed_package('spirula_gpu')} and {installed_package('spirula_ros')}"
+
+
+@pytest.fixture(autouse=True)
+def away_from_the_checkout(tmp_path, monkeypatch):
+    """Tests and the processes that they start run in an empty folder: nothing is imported from or left in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def launch_env() -> dict[str, str]:
+    """Environment for processes that use launch, launch_ros, launch_testing or the `ros2` command.
+    Skips where neither a ROS installation nor `make test` provides them; fails instead with SPIRULA_REQUIRE_LAUNCH=1."""
+    environment = dict(os.environ)
+    if importlib.util.find_spec("launch_testing"):
+        return environment
+    if not (LAUNCH_TESTS / "python" / "launch_testing").is_dir():
+        remedy = "launch_testing is not there: run `make test`, which fetches it, or source a ROS installation"
+        (pytest.fail if os.environ.get("SPIRULA_REQUIRE_LAUNCH") == "1" else pytest.skip)(remedy)
+    environment["PYTHONPATH"] = os.pathsep.join([str(LAUNCH_TESTS / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PATH"] = os.pathsep.join([str(LAUNCH_TESTS / "bin"), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
+    return environment
+
+
+@pytest.fixture(scope="session")
+def ros_domain() -> int:
+    """A ROS domain of this test run's own (pytest-xdist workers included), so that it hears no other ROS processes."""
+    return 1 + os.getpid() % 100
