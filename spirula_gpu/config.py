@@ -45,7 +45,7 @@ class InsertConfig:
     max_depth_m: float = param(20.0, "m", "farthest depth that is used", 0.01, 10000, True)
     size: float = param(0.7, "px", "sigma at birth, in units of the sampling distance", 0.01, 10, True)
     opacity: float = param(0.5, "", "opacity at birth", 0.01, 0.99, True)
-    stride_px: int = param(1, "px", "distance of candidate pixels", 1, 64, True)
+    hole_spacing_px: float = param(2.0, "px", "where the map is empty or wrong: at least one Gaussian every so many pixels", 1, 64, True)
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,9 @@ typedef struct {
   float depth_error;      /* .. or |rendered - measured depth| > depth_error * depth and the measurement is in front .. */
   float detail_gain;      /* .. else with probability gain * (|Laplacian(image)| - |Laplacian(render)|), colours in 0..1 */
   float min_depth_m, max_depth_m;
+  float hole_spacing_px;  /* in the first two cases at least one Gaussian every so many pixels, more where there is detail */
   float size;             /* sigma = size * sampling distance on screen * depth / f */
   float opacity;
-  int32_t stride_px;      /* 1: every pixel is a candidate */
   int32_t owner;          /* keyframe id */
   uint64_t seed;
 } spl_insert_params;

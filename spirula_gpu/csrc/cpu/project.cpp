@@ -1,0 +1,146 @@
+// project.cpp: packed projection in two passes over 128-pair blocks.
+// Pass 1 writes one visibility bit per camera-Gaussian pair and one popcount per block; the counts are scanned; pass 2
+// finds each survivor's slot as scan[block] + bits below its own, and writes its screen row, box and tile count.
+// Pairs are Gaussian-major (p = gaussian * C + camera), so the output is sorted by Gaussian.
+#include "context.h"
+#include <atomic>
+#include <climits>
+#include <cstring>
+
+namespace spl {
+
+static SPL_FN bool load(const Source& s, int64_t i, Gaussian& g) {
+  const float *m = s.mean + 3 * i, *q = s.quat + 4 * i, *k = s.scale + 3 * i;
+  g.mean = {m[0], m[1], m[2]};
+  g.quat = {q[0], q[1], q[2], q[3]};
+  g.scale = s.activated ? Vec3{k[0], k[1], k[2]} : Vec3{expf(k[0]), expf(k[1]), expf(k[2])};
+  g.opacity = s.activated ? s.opacity[i] : sigmoid(s.opacity[i]);
+  const float n2 = quat_norm2(g.quat);
+  return n2 > 1e-20f && n2 < 1e20f;  // false for NaN
+}
+
+// Cheap and conservative: is the sphere of 3.34 sigma around the centre certainly off the image?
+static SPL_FN bool surely_outside(const Source& s, int64_t i, const Camera& cam, Vec3& p) {
+  const float *m = s.mean + 3 * i, *k = s.scale + 3 * i;
+  if (!project_center({m[0], m[1], m[2]}, cam, p)) return true;
+  const float largest = fmaxf(k[0], fmaxf(k[1], k[2]));
+  const float r = 3.34f * (s.activated ? largest : expf(largest));
+  // the box is made with the clamped Jacobian; its norm is at most f/z * sqrt(1 + tan^2)
+  const Clamp lim = jacobian_clamp(cam);
+  const float tx = fmaxf(fabsf(lim.x0), fabsf(lim.x1)), ty = fmaxf(fabsf(lim.y0), fabsf(lim.y1));
+  const float rz = 1.0f / p.z, slack = 3.34f * sqrtf(cam.blur) + 1.0f;
+  const float ex = cam.fx * rz * r * sqrtf(1 + tx * tx) + slack, ey = cam.fy * rz * r * sqrtf(1 + ty * ty) + slack;
+  const float x = cam.fx * p.x * rz + cam.cx, y = cam.fy * p.y * rz + cam.cy;
+  return x + ex < 0 || x - ex > cam.width || y + ey < 0 || y - ey > cam.height;
+}
+
+SPL_HOT static void mask_block(const Source& s, const View& v, int64_t block, uint32_t* words, int64_t* count) {
+  uint32_t bits[SPL_MASK_WORDS] = {};
+  int64_t total = 0;
+  const int64_t pairs = s.n * v.n_cameras;
+  for (int lane = 0; lane < SPL_MASK_BLOCK; ++lane) {
+    const int64_t p = block * SPL_MASK_BLOCK + lane;
+    if (p >= pairs) break;
+    const int64_t gi = p / v.n_cameras;
+    const Camera& cam = v.cameras[p - gi * v.n_cameras];
+    Vec3 center;
+    Gaussian g;
+    Screen screen;
+    Box box;
+    if (surely_outside(s, gi, cam, center) || !load(s, gi, g) || !project(g, cam, screen, box)) continue;
+    bits[lane >> 5] |= 1u << (lane & 31);
+    ++total;
+  }
+  memcpy(words, bits, sizeof bits);
+  *count = total;
+}
+
+static SPL_FN int64_t count_tiles(const Screen& s, const Box& b, const View& v) {
+  const TileRange r = tile_range(b, v.tiles_x, v.tiles_y);
+  const float q = cutoff(fminf(s.opacity, 1.0f));
+  int64_t n = 0;
+  for (int ty = r.y0; ty < r.y1; ++ty)
+    for (int tx = r.x0; tx < r.x1; ++tx) n += tile_hit(s, q, tx, ty, (float)v.width, (float)v.height);
+  return n;
+}
+
+struct PairRows { uint32_t* gaussian; uint16_t* camera; Screen* screen; Box16* box; int64_t* tiles; };
+
+SPL_HOT static void compact_block(const Source& s, const View& v, int64_t block, const uint32_t* words, int64_t slot, const PairRows& out) {
+  for (int lane = 0; lane < SPL_MASK_BLOCK; ++lane) {
+    if (!(words[lane >> 5] >> (lane & 31) & 1)) continue;
+    const int64_t p = block * SPL_MASK_BLOCK + lane, gi = p / v.n_cameras, ci = p - gi * v.n_cameras;
+    const Camera& cam = v.cameras[ci];
+    Gaussian g;
+    Screen screen{};  // pass 1 decides; if rounding made pass 2 differ, this splat is empty, not garbage
+    Box box{};
+    load(s, gi, g);
+    project(g, cam, screen, box);
+    const float* sh = s.sh + gi * s.sh_floats;
+    const Vec3 color = s.direct_rgb ? Vec3{sh[0], sh[1], sh[2]} : sh_color(v.sh_degree, sh, g.mean, cam.center);
+    screen.r = s.direct_rgb ? color.x : clamp0(color.x);
+    screen.g = s.direct_rgb ? color.y : clamp0(color.y);
+    screen.b_ = s.direct_rgb ? color.z : clamp0(color.z);
+    const Box16 q = encode_box(box, cam.width, cam.height);
+    out.gaussian[slot] = (uint32_t)gi;
+    out.camera[slot] = (uint16_t)ci;
+    out.screen[slot] = screen;
+    out.box[slot] = q;
+    out.tiles[slot] = count_tiles(screen, decode_box(q, cam.width, cam.height), v);
+    ++slot;
+  }
+}
+
+static int64_t exclusive_scan(int64_t* a, int64_t n) {  // a[n] = total; exact in 64 bits
+  int64_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) { const int64_t x = a[i]; a[i] = sum; sum += x; }
+  a[n] = sum;
+  return sum;
+}
+
+static int64_t mask_pass(spl_ctx& c, const Source& s, const View& v, int64_t blocks) {
+  uint32_t* mask = c.row<uint32_t>(R_MASK);
+  int64_t* scan = c.row<int64_t>(R_SCAN);
+#pragma omp parallel for schedule(static) num_threads(c.threads)
+  for (int64_t b = 0; b < blocks; ++b) mask_block(s, v, b, mask + b * SPL_MASK_WORDS, scan + b);
+  return exclusive_scan(scan, blocks);
+}
+
+static int64_t compact_pass(spl_ctx& c, const Source& s, const View& v, int64_t blocks, int64_t nnz) {
+  const uint32_t* mask = c.row<uint32_t>(R_MASK);
+  const int64_t* scan = c.row<int64_t>(R_SCAN);
+  const PairRows out = {c.row<uint32_t>(R_GAUSSIAN), c.row<uint16_t>(R_CAMERA), c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<int64_t>(R_FIRST)};
+#pragma omp parallel for schedule(static) num_threads(c.threads)
+  for (int64_t b = 0; b < blocks; ++b) compact_block(s, v, b, mask + b * SPL_MASK_WORDS, scan[b], out);
+  return exclusive_scan(out.tiles, nnz);
+}
+
+// The numbers of pairs and intersections are only known on the way. When the arena turns out too small it is laid out
+// again and the passes start over: rare, since capacities keep headroom and never shrink.
+void project(spl_ctx& c, const Source& s, const View& v) {
+  const int64_t pairs = s.n * v.n_cameras, blocks = (pairs + SPL_MASK_BLOCK - 1) / SPL_MASK_BLOCK;
+  Counts need{};
+  need[SPL_GAUSSIANS] = c.n_capacity;
+  need[SPL_BLOCKS] = blocks + 1;
+  need[SPL_PIXELS] = v.pixels();
+  need[SPL_TILES] = v.tiles() + 1;
+  need[SPL_BINS] = (int64_t)c.threads * 2048;
+  need[SPL_PAIRS] = need[SPL_ISECTS] = 1;
+  for (;;) {
+    c.phase = SPL_PHASE_ALWAYS;
+    fit_arena(c, need);
+    begin_phase(c, SPL_PROJECT);
+    const int64_t nnz = mask_pass(c, s, v, blocks);
+    if (nnz >= UINT32_MAX) fail(SPL_E_CAPACITY, "%lld visible pairs > %u: fewer cameras per call", (long long)nnz, UINT32_MAX);
+    need[SPL_PAIRS] = nnz + 1;
+    if (need[SPL_PAIRS] > c.capacity[SPL_PAIRS]) continue;
+    const int64_t isects = compact_pass(c, s, v, blocks, nnz);
+    if (isects >= UINT32_MAX) fail(SPL_E_CAPACITY, "%lld splat-tile intersections > %u: smaller images or fewer cameras per call", (long long)isects, UINT32_MAX);
+    need[SPL_ISECTS] = std::max<int64_t>(isects, 1);
+    if (need[SPL_ISECTS] > c.capacity[SPL_ISECTS]) continue;
+    c.counts = need;
+    return;
+  }
+}
+
+}  // namespace spl

@@ -1,0 +1,164 @@
+// project_bwd.cpp: from the gradients of the screen rows to those of the parameters, either into arrays or straight into
+// Adam, so that in training they never reach memory. One thread handles a Gaussian with all its pairs; the optimiser
+// visits only Gaussians that some camera sees.
+#include "context.h"
+#include <cmath>
+#include <cstring>
+
+namespace spl {
+
+struct Work {
+  const Source& s; const View& v; const Sink& sink;
+  const uint32_t* gaussian; const uint16_t* camera; const int64_t* first; const float* v_isect;
+  int64_t nnz;
+  spl_ctx& c;
+};
+
+static SPL_FN void add_slots(const Work& w, int64_t pair, float* v) {  // sum over the pair's intersections
+  for (int k = 0; k < SPL_VGRAD_FLOATS; ++k) v[k] = 0;
+  for (int64_t i = w.first[pair]; i < w.first[pair + 1]; ++i)
+    for (int k = 0; k < SPL_VGRAD_FLOATS; ++k) v[k] += w.v_isect[i * SPL_VGRAD_FLOATS + k];
+}
+
+static SPL_FN Gaussian activated(const Source& s, int64_t i) {
+  const float *m = s.mean + 3 * i, *q = s.quat + 4 * i, *k = s.scale + 3 * i;
+  return {{m[0], m[1], m[2]}, {q[0], q[1], q[2], q[3]}, s.activated ? Vec3{k[0], k[1], k[2]} : Vec3{expf(k[0]), expf(k[1]), expf(k[2])},
+          s.activated ? s.opacity[i] : sigmoid(s.opacity[i])};
+}
+
+struct Total { GaussianGrad g; float sh[48]; float weight, error, nearest_z; };
+
+// All pairs [begin, end) of one Gaussian. v_cam: [C] or null.
+static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64_t end, Total& t, CameraGrad* v_cam) {
+  const int64_t gi = w.gaussian[begin];
+  const float* sh = w.s.sh + gi * w.s.sh_floats;
+  for (int64_t p = begin; p < end; ++p) {
+    const int ci = w.camera[p];
+    const Camera& cam = w.v.cameras[ci];
+    float v[SPL_VGRAD_FLOATS];
+    add_slots(w, p, v);
+    t.weight += v[10];
+    t.error += v[11];
+    t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
+    project_bwd(g, cam, v, t.g, v_cam ? v_cam + ci : nullptr);
+    if (w.s.direct_rgb) {
+      for (int k = 0; k < 3; ++k) t.sh[k] += v[7 + k];
+      continue;
+    }
+    const Vec3 color = sh_color(w.v.sh_degree, sh, g.mean, cam.center);
+    const Vec3 vc = {color.x > 0 ? v[7] : 0, color.y > 0 ? v[8] : 0, color.z > 0 ? v[9] : 0};
+    const Vec3 vm = sh_color_bwd(w.v.sh_degree, sh, g.mean, cam.center, vc, t.sh);
+    t.g.mean = t.g.mean + vm;
+    if (!v_cam) continue;
+    // camera centre = -R^T t: dL/dcentre = -vm
+    const float tt[3] = {cam.t.x, cam.t.y, cam.t.z}, vv[3] = {vm.x, vm.y, vm.z};
+    for (int i = 0; i < 3; ++i)
+      for (int j = 0; j < 3; ++j) v_cam[ci].R.m[3 * i + j] += tt[i] * vv[j];
+    v_cam[ci].t = v_cam[ci].t + mul(cam.R, vm);
+  }
+}
+
+static SPL_FN void write_grads(const Work& w, int64_t gi, const Gaussian& g, const Total& t) {
+  const spl_gaussian_grads& o = w.sink.grads;
+  const float ds[3] = {w.s.activated ? 1 : g.scale.x, w.s.activated ? 1 : g.scale.y, w.s.activated ? 1 : g.scale.z};
+  const float mean[3] = {t.g.mean.x, t.g.mean.y, t.g.mean.z}, scale[3] = {t.g.scale.x * ds[0], t.g.scale.y * ds[1], t.g.scale.z * ds[2]};
+  const float quat[4] = {t.g.quat.w, t.g.quat.x, t.g.quat.y, t.g.quat.z};
+  memcpy(o.means + 3 * gi, mean, sizeof mean);
+  memcpy(o.quats + 4 * gi, quat, sizeof quat);
+  memcpy(o.log_scales + 3 * gi, scale, sizeof scale);
+  o.logit_opacities[gi] = t.g.opacity * (w.s.activated ? 1.0f : g.opacity * (1 - g.opacity));
+  memcpy(o.sh + gi * w.s.sh_floats, t.sh, w.s.sh_floats * sizeof(float));
+}
+
+static SPL_FN bool all_finite(const Total& t, int sh_floats) {
+  float sum = t.g.mean.x + t.g.mean.y + t.g.mean.z + t.g.quat.w + t.g.quat.x + t.g.quat.y + t.g.quat.z + t.g.scale.x + t.g.scale.y + t.g.scale.z + t.g.opacity;
+  for (int k = 0; k < sh_floats; ++k) sum += t.sh[k];
+  return finite(sum);
+}
+
+static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Total& t) {
+  spl_ctx& c = w.c;
+  const spl_hyper& h = *w.sink.hyper;
+  c.row<float>(R_WEIGHT)[gi] = fmaxf(c.row<float>(R_WEIGHT)[gi], t.weight);
+  c.row<float>(R_ERROR)[gi] = t.weight > 1e-6f ? 0.8f * c.row<float>(R_ERROR)[gi] + 0.2f * t.error : c.row<float>(R_ERROR)[gi];
+  if (!all_finite(t, w.s.sh_floats)) return;  // a non-finite gradient must not poison the moments
+  const float share = 1.0f / (float)w.nnz;
+  t.g.opacity += h.opacity_reg * share;
+  const float reg = h.scale_reg * share / fmaxf(t.nearest_z, 1e-3f);
+  t.g.scale = t.g.scale + Vec3{reg, reg, reg};
+  int32_t& steps = c.row<int32_t>(R_STEPS)[gi];
+  const size_t k = std::min<size_t>(++steps, c.adam_c1.size() - 1);
+  const AdamStep a = {h.beta1, h.beta2, h.eps, c.adam_c1[k], c.adam_c2[k]};
+  auto update = [&](int row, int m_row, int v_row, int size, const float* grad, float lr) {
+    float *x = c.row<float>(row) + gi * size, *m = c.row<float>(m_row) + gi * size, *v = c.row<float>(v_row) + gi * size;
+    for (int i = 0; i < size; ++i) adam(x[i], m[i], v[i], grad[i], lr, a);
+  };
+  const float mean[3] = {t.g.mean.x, t.g.mean.y, t.g.mean.z}, quat[4] = {t.g.quat.w, t.g.quat.x, t.g.quat.y, t.g.quat.z};
+  const float scale[3] = {t.g.scale.x * g.scale.x, t.g.scale.y * g.scale.y, t.g.scale.z * g.scale.z};
+  const float opacity = t.g.opacity * g.opacity * (1 - g.opacity);
+  update(R_MEAN, R_M_MEAN, R_V_MEAN, 3, mean, h.lr_mean);
+  update(R_QUAT, R_M_QUAT, R_V_QUAT, 4, quat, h.lr_quat);
+  update(R_LOG_SCALE, R_M_LOG_SCALE, R_V_LOG_SCALE, 3, scale, h.lr_log_scale);
+  update(R_OPACITY, R_M_OPACITY, R_V_OPACITY, 1, &opacity, h.lr_logit_opacity);
+  float *x = c.row<float>(R_SH) + gi * w.s.sh_floats, *m = c.row<float>(R_M_SH) + gi * w.s.sh_floats, *v = c.row<float>(R_V_SH) + gi * w.s.sh_floats;
+  const int active = 3 * (w.v.sh_degree + 1) * (w.v.sh_degree + 1);
+  for (int i = 0; i < 3; ++i) adam(x[i], m[i], v[i], t.sh[i], h.lr_sh0, a);
+#pragma GCC ivdep
+  for (int i = 3; i < active; ++i) adam(x[i], m[i], v[i], t.sh[i], h.lr_sh_rest, a);
+}
+
+// Pairs [begin, end), which start and end at Gaussian boundaries.
+SPL_HOT static void backprop_pairs(const Work& w, int64_t begin, int64_t end, CameraGrad* v_cam) {
+  for (int64_t p = begin; p < end;) {
+    const int64_t gi = w.gaussian[p];
+    int64_t q = p + 1;
+    while (q < end && w.gaussian[q] == gi) ++q;
+    const Gaussian g = activated(w.s, gi);
+    Total t{};
+    t.nearest_z = 1e30f;
+    gather(w, g, p, q, t, v_cam);
+    if (w.sink.hyper) adam_update(w, gi, g, t); else write_grads(w, gi, g, t);
+    p = q;
+  }
+}
+
+static void prepare_adam(spl_ctx& c, const spl_hyper& h) {
+  if (c.adam_beta1 == h.beta1 && c.adam_beta2 == h.beta2) return;
+  const int n = 1 << 14;  // beyond, beta^t is below a float's resolution for any beta2 <= 0.9990
+  c.adam_c1.resize(n); c.adam_c2.resize(n);
+  for (int t = 1; t < n; ++t) {
+    c.adam_c1[t] = (float)(1.0 / (1.0 - std::pow((double)h.beta1, t)));
+    c.adam_c2[t] = (float)(1.0 / (1.0 - std::pow((double)h.beta2, t)));
+  }
+  c.adam_beta1 = h.beta1; c.adam_beta2 = h.beta2;
+}
+
+static void clear_grads(const Source& s, const View& v, const spl_gaussian_grads& o) {
+  memset(o.means, 0, s.n * 12); memset(o.quats, 0, s.n * 16); memset(o.log_scales, 0, s.n * 12); memset(o.logit_opacities, 0, s.n * 4);
+  memset(o.sh, 0, s.n * s.sh_floats * sizeof(float));
+  if (o.viewmats) memset(o.viewmats, 0, (size_t)v.n_cameras * 64);
+}
+
+void project_bwd(spl_ctx& c, const Source& s, const View& v, const Sink& sink) {
+  begin_phase(c, SPL_PROJECT_BWD);
+  const Work w = {s, v, sink, c.row<uint32_t>(R_GAUSSIAN), c.row<uint16_t>(R_CAMERA), c.row<int64_t>(R_FIRST), c.row<float>(R_V_ISECT), c.counts[SPL_PAIRS] - 1, c};
+  if (sink.hyper) prepare_adam(c, *sink.hyper); else clear_grads(s, v, sink.grads);
+  const int64_t blocks = (w.nnz + SPL_OPT_BLOCK - 1) / SPL_OPT_BLOCK;
+  const bool cameras = !sink.hyper && sink.grads.viewmats;
+  std::vector<CameraGrad> v_cam(cameras ? blocks * v.n_cameras : 0);  // per block, added in order
+  auto boundary = [&](int64_t p) {  // the first pair at or after p that begins a Gaussian
+    while (p > 0 && p < w.nnz && w.gaussian[p] == w.gaussian[p - 1]) ++p;
+    return std::min(p, w.nnz);
+  };
+#pragma omp parallel for schedule(dynamic, 4) num_threads(c.threads)
+  for (int64_t b = 0; b < blocks; ++b)
+    backprop_pairs(w, boundary(b * SPL_OPT_BLOCK), boundary((b + 1) * SPL_OPT_BLOCK), cameras ? v_cam.data() + b * v.n_cameras : nullptr);
+  for (size_t i = 0; i < v_cam.size(); ++i) {
+    float* o = sink.grads.viewmats + i % v.n_cameras * 16;
+    for (int r = 0; r < 3; ++r)
+      for (int k = 0; k < 3; ++k) o[4 * r + k] += v_cam[i].R.m[3 * r + k];
+    o[3] += v_cam[i].t.x; o[7] += v_cam[i].t.y; o[11] += v_cam[i].t.z;
+  }
+}
+
+}  // namespace spl

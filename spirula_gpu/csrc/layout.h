@@ -1,0 +1,112 @@
+// layout.h: every constant of the engine and THE table of buffers. Allocation, aliasing, the memory report, the
+// checkpoint and the forecast are derived from it. Shared by both backends; plain C++, no dependency.
+#pragma once
+#include <cstdint>
+
+#define SPL_ABI_VERSION 1
+
+#define SPL_CONSTANTS(X)                                                                                              \
+  X(SPL_TILE_PX, 16)      /* tile edge; one row of a tile is one 16-lane vector on the CPU */                        \
+  X(SPL_MASK_BLOCK, 128)  /* pairs per block of the packed projection: both passes must use the same */              \
+  X(SPL_MASK_WORDS, 4)    /* 32-bit words of visibility bits per block */                                            \
+  X(SPL_OPT_BLOCK, 256)   /* Gaussians per optimiser block */                                                        \
+  X(SPL_SCREEN_FLOATS, 10) /* x y, conic a b c, opacity, depth, r g b */                                             \
+  X(SPL_VGRAD_FLOATS, 12) /* the gradients of those, then sum of weights, then sum of weight * pixel error */        \
+  X(SPL_MAX_PX, 32767)    /* image edge */                                                                           \
+  X(SPL_MAX_CAMERAS, 1024)                                                                                            \
+  X(SPL_GROW_GAUSSIANS, 16384) /* the map's memory grows in multiples of this */                                     \
+  X(SPL_CANARY_BYTES, 256)
+
+enum : int64_t {
+#define X(name, value) name = value,
+  SPL_CONSTANTS(X)
+#undef X
+};
+
+constexpr float SPL_ALPHA_MIN = 1.0f / 255.0f;
+constexpr float SPL_ALPHA_MAX = 0.999f;
+constexpr float SPL_T_MIN = 1e-4f;  // a pixel is finished before the Gaussian that would bring its transmittance here
+
+enum Category { SPL_SPLAT, SPL_SPLAT_X_IMG, SPL_IMAGE, SPL_APPEARANCE, SPL_VIEWER, SPL_OTHER, SPL_N_CATEGORIES };
+enum Count { SPL_GAUSSIANS, SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS, SPL_TILES, SPL_BINS, SPL_N_COUNTS };
+enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PROJECT_BWD, SPL_N_PHASES, SPL_PHASE_ALWAYS = -1 };
+
+// BLOCKS: 128-pair blocks of cameras x Gaussians. PAIRS: visible camera-Gaussian pairs (+1). ISECTS: splat-tile pairs.
+// PIXELS and TILES (+1): of all cameras. BINS: radix histogram entries of all threads.
+// K = (sh_degree+1)^2 of the map. SPL_PHASE_ALWAYS rows own their bytes, the others live in the arena.
+//   enum           name                  category         bytes     count          first            last              saved
+#define SPL_MAP_ROWS(X)                                                                                                     \
+  X(R_MEAN,        "map.mean",            SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_QUAT,        "map.quat",            SPL_SPLAT,       16,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_LOG_SCALE,   "map.log_scale",       SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_OPACITY,     "map.logit_opacity",   SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_SH,          "map.sh",              SPL_SPLAT,       12 * K,   SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_M_MEAN,      "adam.m.mean",         SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_M_QUAT,      "adam.m.quat",         SPL_SPLAT,       16,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_M_LOG_SCALE, "adam.m.log_scale",    SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_M_OPACITY,   "adam.m.logit_opacity",SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_M_SH,        "adam.m.sh",           SPL_SPLAT,       12 * K,   SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_V_MEAN,      "adam.v.mean",         SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_V_QUAT,      "adam.v.quat",         SPL_SPLAT,       16,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_V_LOG_SCALE, "adam.v.log_scale",    SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_V_OPACITY,   "adam.v.logit_opacity",SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_V_SH,        "adam.v.sh",           SPL_SPLAT,       12 * K,   SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_STEPS,       "adam.steps",          SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_OWNER,       "map.owner",           SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_WEIGHT,      "stat.weight",         SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_ERROR,       "stat.error",          SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)
+
+#define SPL_ARENA_ROWS(X)                                                                                                   \
+  X(R_MASK,        "proj.mask",           SPL_SPLAT_X_IMG, 16,       SPL_BLOCKS,    SPL_PROJECT,     SPL_PROJECT,      0)   \
+  X(R_SCAN,        "proj.scan",           SPL_SPLAT_X_IMG, 8,        SPL_BLOCKS,    SPL_PROJECT,     SPL_PROJECT,      0)   \
+  X(R_GAUSSIAN,    "proj.gaussian",       SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
+  X(R_CAMERA,      "proj.camera",         SPL_SPLAT_X_IMG, 2,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
+  X(R_SCREEN,      "proj.screen",         SPL_SPLAT_X_IMG, 40,       SPL_PAIRS,     SPL_PROJECT,     SPL_RASTER_BWD,   0)   \
+  X(R_BOX,         "proj.box",            SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_RASTER_BWD,   0)   \
+  X(R_FIRST,       "isect.first",         SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
+  X(R_KEY,         "isect.key",           SPL_SPLAT_X_IMG, 8,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
+  X(R_KEY_ALT,     "isect.key_alt",       SPL_SPLAT_X_IMG, 8,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
+  X(R_SLOT,        "isect.slot",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0)   \
+  X(R_SLOT_ALT,    "isect.slot_alt",      SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
+  X(R_PAIR,        "isect.pair",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0)   \
+  X(R_HISTOGRAM,   "isect.histogram",     SPL_OTHER,       8,        SPL_BINS,      SPL_BIN,         SPL_BIN,          0)   \
+  X(R_TILE_START,  "isect.tile_start",    SPL_IMAGE,       8,        SPL_TILES,     SPL_BIN,         SPL_RASTER_BWD,   0)   \
+  X(R_RGB,         "raster.rgb",          SPL_IMAGE,       12,       SPL_PIXELS,    SPL_RASTER,      SPL_LOSS,         0)   \
+  X(R_DEPTH,       "raster.depth",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_RASTER,      SPL_LOSS,         0)   \
+  X(R_T,           "raster.T",            SPL_IMAGE,       4,        SPL_PIXELS,    SPL_RASTER,      SPL_RASTER_BWD,   0)   \
+  X(R_LAST,        "raster.last",         SPL_IMAGE,       4,        SPL_PIXELS,    SPL_RASTER,      SPL_RASTER_BWD,   0)   \
+  X(R_SSIM,        "loss.ssim_partials",  SPL_IMAGE,       36,       SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0)   \
+  X(R_SUMS,        "loss.sums",           SPL_IMAGE,       32,       SPL_TILES,     SPL_LOSS,        SPL_LOSS,         0)   \
+  X(R_V_RGB,       "loss.v_rgb",          SPL_IMAGE,       12,       SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
+  X(R_V_DEPTH,     "loss.v_depth",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
+  X(R_V_ALPHA,     "loss.v_alpha",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
+  X(R_PX_ERROR,    "loss.error",          SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
+  X(R_V_ISECT,     "raster_bwd.v_isect",  SPL_SPLAT_X_IMG, 48,       SPL_ISECTS,    SPL_RASTER_BWD,  SPL_PROJECT_BWD,  0)
+
+enum Row : int {
+#define X(id, ...) id,
+  SPL_MAP_ROWS(X) SPL_N_MAP_ROWS, SPL_LAST_MAP_ROW = SPL_N_MAP_ROWS - 1, // the next row continues the count
+  SPL_ARENA_ROWS(X)
+#undef X
+  SPL_N_ROWS
+};
+
+struct RowInfo {
+  const char* name;
+  int category, item_bytes, count, first, last, saved;
+  bool arena() const { return first != SPL_PHASE_ALWAYS; }
+};
+
+inline RowInfo row_info(int row, int sh_degree) {
+  const int K = (sh_degree + 1) * (sh_degree + 1);
+  const RowInfo table[SPL_N_ROWS] = {
+#define X(id, name, category, bytes, count, first, last, saved) {name, category, bytes, count, first, last, saved},
+      SPL_MAP_ROWS(X) SPL_ARENA_ROWS(X)
+#undef X
+  };
+  return table[row];
+}
+
+constexpr const char* SPL_CATEGORY_NAMES[] = {"splat", "splat_x_img", "image", "appearance", "viewer", "other"};
+constexpr const char* SPL_COUNT_NAMES[] = {"gaussians", "blocks", "pairs", "isects", "pixels", "tiles", "bins"};
+constexpr const char* SPL_PHASE_NAMES[] = {"project", "bin", "raster", "loss", "raster_bwd", "project_bwd"};

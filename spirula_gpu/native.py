@@ -1,0 +1,359 @@
+"""The only file with ctypes: finds the library, checks that it is ours, and owns a context. See csrc/spirula.h.
+
+`Engine` is one context: used by one thread at a time. Arrays are numpy, C-contiguous float32 unless said otherwise.
+"""
+from __future__ import annotations
+
+import ctypes as c
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .report import VramReport, VramRow
+
+ABI_VERSION = 1
+CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
+PHASES = ("project", "bin", "raster", "loss", "raster_bwd", "project_bwd")
+STATUS = {-1: "argument", -2: "capacity", -3: "memory", -4: "device"}
+PARAMETERS = ("mean", "quat", "log_scale", "logit_opacity", "sh")  # rows map.*, adam.m.*, adam.v.*
+
+
+class NativeError(RuntimeError):
+    """The engine refused; `kind` is one of argument, capacity, memory, device. The text says number, limit, remedy."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+f32p, u8p, i64 = c.c_void_p, c.c_void_p, c.c_int64
+
+
+def _struct(name: str, **fields):
+    """A ctypes struct whose first member is its own size, as every struct of the ABI."""
+    kind = type(name, (c.Structure,), {"_fields_": [("struct_size", i64), *fields.items()]})
+    make = kind.__init__
+    kind.__init__ = lambda self, **values: make(self, struct_size=c.sizeof(kind), **values)
+    return kind
+
+
+CreateParams = _struct("spl_create_params", max_gaussians=i64, budget_bytes=i64, sh_degree=c.c_int32, threads=c.c_int32,
+                       device=c.c_int32, arena_alias=c.c_int32, arena_debug=c.c_int32)
+Gaussians = _struct("spl_gaussians", flags=i64, n=i64, sh_degree=i64, means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p)
+View = _struct("spl_view", n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, sh_degree=c.c_int32, blur_px2=c.c_float,
+               near_m=c.c_float, background=c.c_float * 3, reserved=c.c_int32, viewmats=f32p, Ks=f32p)
+Image = _struct("spl_image", rgb=f32p, alpha=f32p, depth=f32p)
+Grads = _struct("spl_gaussian_grads", means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p, viewmats=f32p)
+Step = _struct("spl_step", n_pairs=i64, n_isects=i64, loss=c.c_double, l1=c.c_double, ssim=c.c_double, depth=c.c_double,
+               alpha=c.c_double, ms=c.c_double * 8)
+Target = _struct("spl_target", rgb=u8p, depth=f32p, mask=u8p)
+Hyper = _struct("spl_hyper", **{k: c.c_float for k in (
+    "lr_mean", "lr_quat", "lr_log_scale", "lr_logit_opacity", "lr_sh0", "lr_sh_rest", "beta1", "beta2", "eps", "ssim_weight",
+    "depth_weight", "opacity_reg", "scale_reg")})
+InsertParams = _struct("spl_insert_params", alpha_below=c.c_float, depth_error=c.c_float, detail_gain=c.c_float, min_depth_m=c.c_float,
+                       max_depth_m=c.c_float, hole_spacing_px=c.c_float, size=c.c_float, opacity=c.c_float, owner=c.c_int32, seed=c.c_uint64)
+
+
+class Row(c.Structure):
+    _fields_ = [("name", c.c_char * 32), ("category", c.c_int32), ("count", c.c_int32), ("first_phase", c.c_int32), ("last_phase", c.c_int32),
+                ("saved", c.c_int32), ("aliased", c.c_int32), ("item_bytes", i64), ("used_bytes", i64), ("capacity_bytes", i64)]
+
+
+P = c.POINTER
+SIGNATURES = {  # name: (result, arguments)
+    "spl_abi_version": (c.c_int32, []), "spl_backend": (c.c_char_p, []), "spl_constant": (i64, [c.c_char_p]),
+    "spl_create": (c.c_int, [P(CreateParams), P(c.c_void_p)]), "spl_destroy": (None, [c.c_void_p]), "spl_error": (c.c_char_p, [c.c_void_p]),
+    "spl_report": (c.c_int, [c.c_void_p, P(Row), c.c_int32, P(c.c_int32)]),
+    "spl_buffer": (c.c_int, [c.c_void_p, c.c_char_p, P(c.c_void_p), P(i64)]),
+    "spl_map_size": (i64, [c.c_void_p]), "spl_map_append": (c.c_int, [c.c_void_p, P(Gaussians), c.c_int32]),
+    "spl_map_read": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
+    "spl_map_write": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
+    "spl_map_keep": (c.c_int, [c.c_void_p, c.c_void_p, P(i64)]),
+    "spl_map_relocate": (c.c_int, [c.c_void_p, i64, c.c_void_p, c.c_void_p, c.c_float]),
+    "spl_render": (c.c_int, [c.c_void_p, P(View), P(Image)]), "spl_forward": (c.c_int, [c.c_void_p, P(Gaussians), P(View), P(Image)]),
+    "spl_backward": (c.c_int, [c.c_void_p, P(Gaussians), P(View), P(Image), P(Grads)]),
+    "spl_train_step": (c.c_int, [c.c_void_p, P(View), P(Target), P(Hyper), P(Step)]),
+    "spl_loss": (c.c_int, [c.c_void_p, P(View), P(Image), P(Target), P(Hyper), P(Image), P(Step)]),
+    "spl_insert": (c.c_int, [c.c_void_p, P(View), P(Target), P(InsertParams), P(i64)]),
+}
+
+
+def library_path(backend: str) -> Path:
+    """Where lib spirula_<backend>.so is: $SPIRULA_LIBRARY_PATH, else lib/ beside this file."""
+    name = f"libspirula_{backend}.so"
+    folders = [Path(p) for p in os.environ.get("SPIRULA_LIBRARY_PATH", "").split(os.pathsep) if p] + [Path(__file__).parent / "lib"]
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    raise NativeError("device", f"{name} is not in {', '.join(map(str, folders))}; build it with `make lib`, `pip install .` or colcon")
+
+
+_libraries: dict[str, c.CDLL] = {}
+
+
+def load(backend: str = "auto") -> c.CDLL:
+    """The library of a backend (auto: cuda if its library exists, else cpu), with argument types set and versions checked."""
+    if backend not in ("auto", "cpu", "cuda"):
+        raise NativeError("argument", f"backend '{backend}': must be auto, cpu or cuda")
+    if backend == "auto":
+        try:
+            return load("cuda")
+        except NativeError:
+            return load("cpu")
+    if backend not in _libraries:
+        path = library_path(backend)
+        try:
+            lib = c.CDLL(str(path))
+        except OSError as e:
+            raise NativeError("device", f"{path} does not load: {e}") from e
+        for name, (result, arguments) in SIGNATURES.items():
+            getattr(lib, name).restype, getattr(lib, name).argtypes = result, arguments
+        check_abi(lib, path)
+        _libraries[backend] = lib
+    return _libraries[backend]
+
+
+def check_abi(lib: c.CDLL, path: Path) -> None:
+    if lib.spl_abi_version() != ABI_VERSION:
+        raise NativeError("argument", f"{path} has ABI {lib.spl_abi_version()}, this package needs {ABI_VERSION}; build it again")
+    for kind in (CreateParams, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Row):
+        theirs, ours = lib.spl_constant(f"sizeof {kind.__name__ if kind is not Row else 'spl_row'}".encode()), c.sizeof(kind)
+        if theirs != ours:
+            raise NativeError("argument", f"{path}: {kind.__name__} is {theirs} bytes there and {ours} here; build it again")
+
+
+class StepStats(NamedTuple):
+    loss: float
+    l1: float
+    ssim: float
+    depth: float
+    n_pairs: int
+    n_isects: int
+    ms: dict[str, float]
+
+
+def array(x, shape: tuple, dtype=np.float32, name: str = "array") -> np.ndarray:
+    """`x` as a C-contiguous array of this dtype and shape (-1: any), or NativeError."""
+    out = np.ascontiguousarray(x, dtype)
+    if out.ndim != len(shape) or any(want not in (-1, have) for want, have in zip(shape, out.shape)):
+        raise NativeError("argument", f"{name} has shape {out.shape}, must be {shape}")
+    return out
+
+
+def pointer(x: np.ndarray | None) -> int | None:
+    return None if x is None else x.ctypes.data
+
+
+def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m: float = 0.01, background=(0, 0, 0)) -> View:
+    """A View of one Camera (or a list of equal size) at T_cam_world [4,4] (or [C,4,4]); keeps the arrays it points to alive."""
+    cameras = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
+    Ks = array([camera.K for camera in cameras], (-1, 3, 3), name="Ks")
+    return view_of(array(T_cam_world, np.shape(T_cam_world), name="T_cam_world").reshape(-1, 4, 4), Ks, cameras[0].width, cameras[0].height,
+                   sh_degree, blur_px2=blur_px2, near_m=near_m, background=background)
+
+
+def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0.3, near_m=0.01, background=(0, 0, 0)) -> View:
+    viewmats = array(viewmats, (-1, 4, 4), name="viewmats")
+    Ks = array(Ks, (len(viewmats), 3, 3), name="Ks")
+    out = View(n_cameras=len(viewmats), width=width, height=height, sh_degree=sh_degree, blur_px2=blur_px2, near_m=near_m,
+               background=(c.c_float * 3)(*background), viewmats=pointer(viewmats), Ks=pointer(Ks))
+    out._alive = (viewmats, Ks)
+    return out
+
+
+class Engine:
+    """One context of the native library: the map, the arena, and everything that works on them."""
+
+    def __init__(self, backend: str = "auto", *, sh_degree: int = 3, max_gaussians: int = 1_000_000, budget_bytes: int = 0, threads: int = 0,
+                 device: int = 0, arena_alias: bool = True, arena_debug: bool = False):
+        self._ctx = c.c_void_p()
+        self._lib = load(backend)
+        self.backend, self.sh_degree = self._lib.spl_backend().decode(), sh_degree
+        p = CreateParams(max_gaussians=max_gaussians, budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, device=device,
+                         arena_alias=arena_alias, arena_debug=arena_debug)
+        self.budget_bytes = budget_bytes
+        self._check(self._lib.spl_create(c.byref(p), c.byref(self._ctx)))
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise NativeError(STATUS.get(status, str(status)), self._lib.spl_error(self._ctx).decode())
+
+    def close(self) -> None:
+        if self._ctx:
+            self._lib.spl_destroy(self._ctx)
+            self._ctx = c.c_void_p()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        if getattr(self, "_ctx", None):
+            self.close()
+
+    def constant(self, name: str) -> int:
+        return self._lib.spl_constant(name.encode())
+
+    # ---- the map ------------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """Gaussians in the map."""
+        return self._lib.spl_map_size(self._ctx)
+
+    def append(self, means, quats, log_scales, logit_opacities, sh, owner: int = 0) -> None:
+        """Raw parameters: means [n,3] m, quats [n,4] wxyz, log_scales [n,3], logit_opacities [n], sh [n,K,3]."""
+        g, _alive = self._gaussians(means, quats, log_scales, logit_opacities, sh, 0)
+        self._check(self._lib.spl_map_append(self._ctx, c.byref(g), owner))
+
+    def read(self, row: str) -> np.ndarray:
+        """A copy of a map row, e.g. `map.mean` [n,3], `map.sh` [n,K,3], `adam.steps` [n] int32; names as in layout.h."""
+        out = np.empty(*self._row_shape(row))
+        self._check(self._lib.spl_map_read(self._ctx, row.encode(), 0, len(out), out.ctypes.data))
+        return out
+
+    def write(self, row: str, values, first: int = 0) -> None:
+        shape, dtype = self._row_shape(row)
+        values = array(values, (-1, *shape[1:]), dtype, row)
+        self._check(self._lib.spl_map_write(self._ctx, row.encode(), first, len(values), values.ctypes.data))
+
+    def _row_shape(self, row: str):
+        leaf = row.rsplit(".", 1)[-1]
+        tail = {"mean": (3,), "quat": (4,), "log_scale": (3,), "sh": ((self.sh_degree + 1) ** 2, 3)}.get(leaf, ())
+        return (len(self), *tail), np.int32 if leaf in ("steps", "owner") else np.float32
+
+    def keep(self, mask) -> int:
+        """Keep the Gaussians where mask [n] is true, in order, with everything that belongs to them; returns how many."""
+        mask, kept = array(mask, (len(self),), np.uint8, "mask"), i64()
+        self._check(self._lib.spl_map_keep(self._ctx, pointer(mask), c.byref(kept)))
+        return kept.value
+
+    def relocate(self, dst, src, min_opacity: float = 0.005) -> None:
+        """Move Gaussians dst [k] onto src [k] (indices): see spl_map_relocate."""
+        dst = array(dst, (-1,), np.int64, "dst")
+        src = array(src, dst.shape, np.int64, "src")
+        self._check(self._lib.spl_map_relocate(self._ctx, len(dst), pointer(dst), pointer(src), min_opacity))
+
+    # ---- rendering ------------------------------------------------------------------------------------------------
+    def render(self, v: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The map: rgb [C,H,W,3], alpha [C,H,W], depth [C,H,W] (sum of weight * z; divide by alpha)."""
+        out, image = self._new_image(v)
+        self._check(self._lib.spl_render(self._ctx, c.byref(v), c.byref(image)))
+        return out
+
+    def forward(self, means, quats, scales, opacities, sh, v: View, activated: bool = True):
+        """The caller's Gaussians (activated: scales in m, opacities 0..1; sh [n,K,3] or RGB [n,3]): as render()."""
+        g, _alive = self._gaussians(means, quats, scales, opacities, sh, activated)
+        out, image = self._new_image(v)
+        self._check(self._lib.spl_forward(self._ctx, c.byref(g), c.byref(v), c.byref(image)))
+        return out
+
+    def backward(self, means, quats, scales, opacities, sh, v: View, v_rgb, v_alpha, v_depth, activated: bool = True) -> dict[str, np.ndarray]:
+        """Gradients of sum(v_rgb rgb + v_alpha alpha + v_depth depth) by each argument and by `viewmats` [C,4,4]."""
+        g, (means, quats, scales, opacities, sh) = self._gaussians(means, quats, scales, opacities, sh, activated)
+        size = (v.n_cameras, v.height, v.width)
+        v_rgb, v_alpha, v_depth = array(v_rgb, (*size, 3), name="v_rgb"), array(v_alpha, size, name="v_alpha"), array(v_depth, size, name="v_depth")
+        upstream = Image(rgb=pointer(v_rgb), alpha=pointer(v_alpha), depth=pointer(v_depth))
+        out = dict(means=np.empty_like(means), quats=np.empty_like(quats), scales=np.empty_like(scales), opacities=np.empty_like(opacities),
+                   sh=np.empty_like(sh), viewmats=np.empty((v.n_cameras, 4, 4), np.float32))
+        grads = Grads(means=pointer(out["means"]), quats=pointer(out["quats"]), log_scales=pointer(out["scales"]),
+                      logit_opacities=pointer(out["opacities"]), sh=pointer(out["sh"]), viewmats=pointer(out["viewmats"]))
+        self._check(self._lib.spl_backward(self._ctx, c.byref(g), c.byref(v), c.byref(upstream), c.byref(grads)))
+        return out
+
+    def _new_image(self, v: View):
+        size = (v.n_cameras, v.height, v.width)
+        rgb, alpha, depth = np.empty((*size, 3), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+        return (rgb, alpha, depth), Image(rgb=pointer(rgb), alpha=pointer(alpha), depth=pointer(depth))
+
+    @staticmethod
+    def _gaussians(means, quats, scales, opacities, sh, activated):
+        means = array(means, (-1, 3), name="means")
+        n = len(means)
+        quats, scales, opacities = array(quats, (n, 4), name="quats"), array(scales, (n, 3), name="scales"), array(opacities, (n,), name="opacities")
+        sh = array(sh, (n, 3) if np.ndim(sh) == 2 else (n, -1, 3), name="sh")
+        degree = -1 if sh.ndim == 2 else round(sh.shape[1] ** 0.5) - 1
+        if degree > 3 or degree >= 0 and (degree + 1) ** 2 != sh.shape[1]:
+            raise NativeError("argument", f"sh has {sh.shape[1]} coefficients: must be 1, 4, 9 or 16")
+        arrays = (means, quats, scales, opacities, sh)
+        return Gaussians(flags=1 if activated else 0, n=n, sh_degree=degree, means=pointer(means), quats=pointer(quats), log_scales=pointer(scales),
+                         logit_opacities=pointer(opacities), sh=pointer(sh)), arrays
+
+    # ---- training -------------------------------------------------------------------------------------------------
+    @staticmethod
+    def _target(v: View, rgb, depth_m, mask):
+        size = (v.n_cameras, v.height, v.width)
+        rgb = array(rgb, np.shape(rgb), np.uint8, "rgb").reshape(*size, 3)
+        depth_m = None if depth_m is None else array(depth_m, np.shape(depth_m), name="depth_m").reshape(size)
+        mask = None if mask is None else array(mask, np.shape(mask), np.uint8, "mask").reshape(size)
+        return Target(rgb=pointer(rgb), depth=pointer(depth_m), mask=pointer(mask)), (rgb, depth_m, mask)
+
+    def train_step(self, v: View, rgb, hyper: Hyper, depth_m=None, mask=None) -> StepStats:
+        """One step on rgb [C,H,W,3] uint8, depth_m [C,H,W] m (0 = unknown), mask [C,H,W] (0 = ignore)."""
+        target, _alive = self._target(v, rgb, depth_m, mask)
+        s = Step()
+        self._check(self._lib.spl_train_step(self._ctx, c.byref(v), c.byref(target), c.byref(hyper), c.byref(s)))
+        return _stats(s)
+
+    def loss(self, v: View, image, rgb, hyper: Hyper, depth_m=None, mask=None):
+        """The loss of image = (rgb, alpha, depth) and its gradients: StepStats, (v_rgb, v_alpha, v_depth)."""
+        size = (v.n_cameras, v.height, v.width)
+        a = [array(x, (*size, 3) if i == 0 else size, name="image") for i, x in enumerate(image)]
+        target, _alive = self._target(v, rgb, depth_m, mask)
+        out, v_image = self._new_image(v)
+        s, given = Step(), Image(rgb=pointer(a[0]), alpha=pointer(a[1]), depth=pointer(a[2]))
+        self._check(self._lib.spl_loss(self._ctx, c.byref(v), c.byref(given), c.byref(target), c.byref(hyper), c.byref(v_image), c.byref(s)))
+        return _stats(s), out
+
+    def insert(self, v: View, rgb, depth_m, params: InsertParams, mask=None) -> int:
+        """Add Gaussians where the map lacks something in this view; returns how many."""
+        target, _alive = self._target(v, rgb, depth_m, mask)
+        n = i64()
+        self._check(self._lib.spl_insert(self._ctx, c.byref(v), c.byref(target), c.byref(params), c.byref(n)))
+        return n.value
+
+    # ---- memory ---------------------------------------------------------------------------------------------------
+    def rows(self) -> list[Row]:
+        """The table of buffers as it is now; the last row is the arena (used_bytes: what it replaces)."""
+        n = c.c_int32()
+        rows = (Row * 128)()
+        self._check(self._lib.spl_report(self._ctx, rows, 128, c.byref(n)))
+        return list(rows[:n.value])
+
+    def vram(self) -> VramReport:
+        *rows, arena = self.rows()
+        categories = {k: [0, 0] for k in CATEGORIES}
+        for r in rows:
+            categories[CATEGORIES[r.category]][0] += r.used_bytes
+            categories[CATEGORIES[r.category]][1] += r.capacity_bytes
+        categories["other"][1] += arena.capacity_bytes
+        used, total = system_bytes()
+        listed = [VramRow(r.name.decode(), CATEGORIES[r.category], r.used_bytes, r.capacity_bytes, bool(r.aliased)) for r in rows]
+        listed.append(VramRow("arena", "other", arena.capacity_bytes, arena.capacity_bytes, False))
+        return VramReport(tuple(listed), {k: tuple(v) for k, v in categories.items()}, sum(v[1] for v in categories.values()),
+                          max(arena.used_bytes - arena.capacity_bytes, 0), self.budget_bytes, process_bytes(), used, total)
+
+    def buffer(self, name: str, dtype=np.uint8) -> np.ndarray:
+        """For tests: a copy of any row as the last call left it."""
+        ptr, size = c.c_void_p(), i64()
+        self._check(self._lib.spl_buffer(self._ctx, name.encode(), c.byref(ptr), c.byref(size)))
+        return np.frombuffer(c.string_at(ptr, size.value), dtype)
+
+
+def _stats(s: Step) -> StepStats:
+    return StepStats(s.loss, s.l1, s.ssim, s.depth, s.n_pairs, s.n_isects, dict(zip(PHASES, s.ms)))
+
+
+def process_bytes() -> int:
+    """Resident bytes of this process."""
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def system_bytes() -> tuple[int, int]:
+    """(used, total) bytes of the machine's memory."""
+    info = dict(line.split(":") for line in open("/proc/meminfo"))
+    total, free = (int(info[k].split()[0]) * 1024 for k in ("MemTotal", "MemAvailable"))
+    return total - free, total
