@@ -29,7 +29,8 @@ def cameras(n, width, height, seed=0) -> tuple[np.ndarray, np.ndarray]:
 def gaussians(n, degree, seed=0, size=(0.02, 0.4)) -> Gaussians:
     """float32; most in front of `cameras`, some beside, behind or hidden."""
     rng = np.random.default_rng(seed)
-    means = rng.uniform((-2.5, -2.5, -1), (2.5, 2.5, 7), (n, 3))
+    means = rng.uniform((-2.5, -2.5, 1.0), (2.5, 2.5, 7), (n, 3))
+    means[rng.random(n) < 0.1] *= -1
     scales = np.exp(rng.uniform(*np.log(size), (n, 1)) + rng.uniform(-0.7, 0.7, (n, 3)))
     sh = rng.normal(0, 0.25, (n, (degree + 1)**2, 3))
     sh[:, 0] = rng.normal(0.3, 0.7, (n, 3))
