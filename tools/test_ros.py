@@ -21,10 +21,12 @@ FOLDER = "isaacsim/exts/isaacsim.ros2.core/jazzy/rclpy/"
 PACKAGES = ("launch", "launch_ros", "launch_testing", "launch_testing_ros", "launch_xml", "launch_yaml", "osrf_pycommon",
             "ros2cli", "ros2node", "ros2param", "ros2pkg", "ros2run", "ros2service", "ros2topic", "rosidl_runtime_py")
 
-COMPOSITION_STUB = '''"""launch_ros imports these for composable (C++) nodes, which no test uses."""
-class ListNodes: ...
-class LoadNode: ...
-class UnloadNode: ...
+COMPOSITION_STUB = '''"""launch_ros imports this for composable (C++) nodes, which no test uses."""
+
+
+class LoadNode:
+    class Request: ...
+    class Response: ...
 '''
 
 TF_CMAKE = """cmake_minimum_required(VERSION 3.22)

@@ -1,0 +1,17 @@
+"""Installed files that are not Python: launch/, config/, package.xml."""
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+
+def share_directory() -> Path:
+    """share/spirula_ros of the installation that this module belongs to: the folder that ament's index names, found
+    without its environment variables. pip and colcon both keep Python packages somewhere below the prefix."""
+    for prefix in Path(__file__).absolute().parents:
+        if (prefix / "share" / "spirula_ros" / "package.xml").is_file():
+            return prefix / "share" / "spirula_ros"
+    raise FileNotFoundError(f"no share/spirula_ros above {__file__}: spirula_ros is not installed; run `pip install .` or `colcon build`")
+
+
+def version() -> str:
+    """The version in package.xml, where alone it is written."""
+    return ElementTree.parse(share_directory() / "package.xml").getroot().findtext("version")
