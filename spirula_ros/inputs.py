@@ -1,0 +1,60 @@
+"""The topics that the node listens to, by kind of the Intake's input."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geometry_msgs.msg import PoseStamped
+from nav_msgs.msg import Odometry
+from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from sensor_msgs.msg import CameraInfo, CompressedImage, Image
+
+from .params import RosConfig
+
+try:
+    from tf2_msgs.msg import TFMessage
+except ImportError:  # on a ROS installation it is always there; the PyPI wheels have none
+    TFMessage = None
+
+
+@dataclass
+class Input:
+    """`kind`: as in Intake.on; `parameter`: the one that decides about the topic; `lost`: messages that DDS reported lost."""
+    topic: str
+    kind: str
+    msg_type: type
+    parameter: str
+    qos: QoSProfile
+    lost: int = 0
+
+    @property
+    def type_name(self) -> str:
+        return f"{self.msg_type.__module__.split('.')[0]}/msg/{self.msg_type.__name__}"
+
+
+def inputs_of(ros: RosConfig) -> list[Input]:
+    """Every topic that the parameters ask for. Raises ValueError when TF is asked for and tf2_msgs is not installed."""
+    topics, source = ros.topics, ros.intake.pose_source
+    sensors, poses = profile(ros.qos.sensors, ros.qos.sensor_queue), profile(ros.qos.sensors, ros.qos.pose_queue)
+    image = topics.image
+    if topics.image_transport == "compressed" and not image.endswith("/compressed"):
+        image += "/compressed"
+    kind = "compressed" if image.endswith("/compressed") else "image"
+    out = [Input(image, kind, CompressedImage if kind == "compressed" else Image, "topics.image", sensors),
+           Input(topics.camera_info, "info", CameraInfo, "topics.camera_info", sensors)]
+    if ros.intake.depth != "ignore":
+        depth_type = CompressedImage if topics.depth.endswith(("/compressed", "/compressedDepth")) else Image
+        out.append(Input(topics.depth, "depth", depth_type, "topics.depth", sensors))
+    if source != "tf":
+        out.append(Input(topics.pose, source, Odometry if source == "odom" else PoseStamped, "topics.pose", poses))
+    if source == "tf" and TFMessage is None:
+        raise ValueError("intake.pose_source = tf needs the package tf2_msgs, which is not installed (ros-$ROS_DISTRO-tf2-msgs)")
+    if source in ("tf", "odom") and TFMessage is not None:  # with odom: base -> camera
+        static = QoSProfile(depth=100, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
+        out += [Input("/tf", "tf", TFMessage, "intake.pose_source", profile("reliable", ros.qos.pose_queue)),
+                Input("/tf_static", "tf_static", TFMessage, "intake.pose_source", static)]
+    return out
+
+
+def profile(reliability: str, depth: int) -> QoSProfile:
+    return QoSProfile(depth=depth, durability=DurabilityPolicy.VOLATILE,
+                      reliability=ReliabilityPolicy.RELIABLE if reliability == "reliable" else ReliabilityPolicy.BEST_EFFORT)

@@ -1,0 +1,244 @@
+"""`train_node`: topics -> Intake -> Mapper -> topics. Thin: it converts, calls and publishes; the map lives in `spirula_gpu.Mapper`.
+
+Threads: everything here runs on the executor's thread (T0). The mapper's own thread (T1) is reached by `submit` and
+`command` only; its answers come back as futures, so that no callback ever waits for it.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import rclpy
+from rcl_interfaces.msg import SetParametersResult
+from rclpy.callback_groups import ReentrantCallbackGroup
+from rclpy.clock import Clock, ClockType
+from rclpy.duration import Duration
+from rclpy.event_handler import SubscriptionEventCallbacks
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.node import Node
+from rclpy.signals import SignalHandlerOptions
+from std_srvs.srv import SetBool, Trigger
+
+from spirula_gpu.camera import Frame
+from spirula_gpu.mapper import Mapper, Wants
+from spirula_gpu.native import NativeError
+
+from .finish import finish
+from .inputs import Input, inputs_of
+from .intake import Intake
+from .outputs import Outputs
+from .params import check_change, config_from, declare_all
+from .srv import SaveMap
+from .watch import LOST_HINT, describe_publishers, explain, policy_name
+
+TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
+
+
+class TrainNode(Node):
+    """Raises ValueError on bad parameters and NativeError when the engine cannot start; both say what to do."""
+
+    def __init__(self, make_mapper=Mapper, **options):
+        super().__init__("spirula", **options)
+        declare_all(self)
+        self.ros, self.config = config_from(self)
+        self.mapper = make_mapper(self.config)
+        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s)
+        self.outputs = Outputs(self, self.mapper)
+        self.internal_error, self.internal_errors = "", 0
+        self._hint, self._view_camera = "", None
+        self._used_at = self._explained_at = time.monotonic()
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "finish")
+        self._subscribe()
+        self._serve()
+        self.add_on_set_parameters_callback(self._set_parameters)
+        self.create_timer(TICK_S, self._safely("the timer", self._tick), clock=Clock(clock_type=ClockType.STEADY_TIME))
+        self.mapper.start()
+        self.get_logger().info("listening to " + ", ".join(source.topic for source in self.inputs))
+
+    # ---- topics in ----
+
+    def _subscribe(self) -> None:
+        self.inputs = inputs_of(self.ros)
+        for source in self.inputs:
+            events = SubscriptionEventCallbacks(incompatible_qos=lambda info, s=source: self._incompatible(s, info),
+                                                message_lost=lambda info, s=source: self._lost(s, info))
+            subscription = self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events)
+            source.topic = subscription.topic_name
+
+    def _receiver(self, source: Input):
+        return self._safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg))
+
+    def _now_s(self) -> float:
+        """The clock that frames wait by: that of the recording when it drives the node, else one that never jumps."""
+        if self.get_parameter("use_sim_time").value:
+            return self.get_clock().now().nanoseconds / 1e9
+        return time.monotonic()
+
+    def _take(self, frame: Frame) -> None:
+        """A complete frame from the intake."""
+        self._used_at, self._hint = time.monotonic(), ""
+        self.outputs.frame_id = frame.frame_id
+        self.outputs.stamp_delay_ms = (self.get_clock().now().nanoseconds - frame.stamp_ns) / 1e6
+        if frame.camera != self._view_camera:
+            self._view_camera, limit = frame.camera, self.ros.publish.render_width
+            if 0 < limit < frame.camera.width:
+                height = max(1, round(frame.camera.height * limit / frame.camera.width))
+                self.mapper.command("view", None, frame.camera.resized(limit, height))
+        try:
+            self.mapper.submit(frame)
+        except Exception:
+            self.mapper.ledger.dropped("internal_error")
+            raise
+
+    def _safely(self, where: str, call):
+        """`call`, whose exceptions are logged, counted and shown in the status instead of ending the node."""
+        def guarded(*args):
+            try:
+                return call(*args)
+            except Exception as e:
+                self.internal_errors += 1
+                self.internal_error = f"internal error {self.internal_errors} in {where}: {type(e).__name__}: {e}"
+                self.get_logger().error(f"{self.internal_error}\n{traceback.format_exc()}", throttle_duration_sec=1.0)
+        return guarded
+
+    # ---- silence ----
+
+    def _incompatible(self, source: Input, info) -> None:
+        self.get_logger().warning(f"{source.topic}: {info.total_count} publisher(s) with another QoS ({policy_name(info.last_policy_kind)}) cannot be "
+                                  f"heard: {describe_publishers(self, source)}; set qos.sensors")
+
+    def _lost(self, source: Input, info) -> None:
+        source.lost = info.total_count
+        self.get_logger().warning(f"{source.topic}: {LOST_HINT}; {source.lost} so far", throttle_duration_sec=10.0)
+
+    def _explain_silence(self, now: float) -> None:
+        watch, silent_s = self.ros.watch, now - self._used_at
+        if silent_s < watch.silence_s or now - self._explained_at < (watch.repeat_s if self._hint else 0):
+            return
+        self._explained_at = now
+        self._hint = explain(self, self.inputs, self.intake, silent_s)
+        self.get_logger().warning(self._hint)
+
+    # ---- out ----
+
+    def _tick(self) -> None:
+        self.intake.poll()
+        self._explain_silence(time.monotonic())
+        self.mapper.wants = Wants(render=self.outputs.render_listeners() > 0, mesh=self.outputs.mesh_listeners() > 0)
+        self.outputs.publish(self.ros.publish, self._hint, self.internal_error)
+
+    @property
+    def failed(self) -> bool:
+        return self.mapper.status().state == "error"
+
+    # ---- services: the answer is the outcome, and nothing waits for it on this thread ----
+
+    def _serve(self) -> None:
+        # reentrant: a handler that awaits would keep a mutually exclusive group, and with it every topic, locked
+        group = ReentrantCallbackGroup()
+        for kind, name, handler in ((SaveMap, "save_map", self._save_map), (Trigger, "reset", self._reset),
+                                    (SetBool, "pause", self._pause), (Trigger, "finish", self._finish)):
+            self.create_service(kind, f"~/{name}", handler, callback_group=group)
+
+    async def _answer(self, response, make_future, text):
+        """Fills success and message of a service response from a concurrent.futures.Future; text: result -> message."""
+        bridge = rclpy.task.Future(executor=self.executor)
+        try:
+            # the task, not the mapper's thread, sets the bridge: create_task also wakes the executor
+            make_future().add_done_callback(lambda done: self.executor.create_task(bridge.set_result, done))
+            response.message = text((await bridge).result())
+            response.success = True
+        except Exception as e:
+            response.success, response.message = False, f"{type(e).__name__}: {e}"
+            self.get_logger().error(response.message)
+        return response
+
+    async def _save_map(self, request, response):
+        path = request.path or self.ros.output.map_path
+        if not path:
+            response.success, response.message = False, "no path: give one in the request, or set the parameter output.map_path"
+            return response
+        return await self._answer(response, lambda: self.mapper.command("save_map", path),
+                                  lambda _: f"{self.mapper.status().gaussians} Gaussians in {path}")
+
+    async def _reset(self, request, response):
+        def done(_):
+            self.outputs.mesh.clear()
+            return "the map is empty"
+        return await self._answer(response, lambda: self.mapper.command("reset"), done)
+
+    async def _pause(self, request, response):
+        return await self._answer(response, lambda: self.mapper.command("pause", request.data),
+                                  lambda _: "paused" if request.data else "running")
+
+    async def _finish(self, request, response):
+        output = self.ros.output
+        if not output.report_dir:
+            response.success, response.message = False, "nowhere to write: set the parameter output.report_dir"
+            return response
+        self.intake.flush()
+        return await self._answer(response, lambda: self._background.submit(finish, self.mapper, output), str)
+
+    # ---- parameters ----
+
+    def _set_parameters(self, parameters) -> SetParametersResult:
+        try:
+            self.ros, config = check_change(parameters, self.ros, self.config)
+            if config != self.config:
+                self.config = config
+                self.mapper.command("configure", config).add_done_callback(self._configured)
+        except ValueError as e:
+            return SetParametersResult(successful=False, reason=str(e))
+        return SetParametersResult(successful=True)
+
+    def _configured(self, done) -> None:
+        if done.exception() is not None:
+            self.get_logger().error(f"the mapper refused the new parameters: {done.exception()}")
+
+    # ---- the end ----
+
+    def close(self) -> int:
+        """Saves the map when output.map_path says so, stops the mapper, publishes the last status. The exit code."""
+        code, path = 0, self.ros.output.map_path
+        if self.failed:
+            self.get_logger().fatal(f"the mapper failed: {self.mapper.status().last_error}")
+            code = 1
+        elif path:
+            try:
+                self.mapper.command("save_map", path).result(timeout=60)
+                self.get_logger().info(f"map saved to {path}")
+            except Exception as e:
+                self.get_logger().error(f"the map was not saved to {path}: {type(e).__name__}: {e}")
+                code = 1
+        self.mapper.stop()
+        self._background.shutdown(wait=False, cancel_futures=True)
+        self.outputs.publish_status(self._hint, self.internal_error)
+        self.outputs.status.wait_for_all_acked(Duration(seconds=1))
+        self.destroy_node()
+        return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs until SIGINT or SIGTERM. Exit codes: 0 stopped, 1 the mapper failed, 2 it could not start."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # rclpy's own handlers would take the context away before the last status
+        signal.signal(number, lambda *_: stop.set())
+    rclpy.init(args=argv, signal_handler_options=SignalHandlerOptions.NO)
+    try:
+        node = TrainNode()
+    except (ValueError, NativeError) as e:
+        print(f"train_node: {e}", file=sys.stderr)
+        rclpy.try_shutdown()
+        return 2
+    executor = SingleThreadedExecutor()
+    executor.add_node(node)
+    while not stop.is_set() and not node.failed:
+        executor.spin_once(timeout_sec=0.1)
+    code = node.close()
+    executor.shutdown(timeout_sec=1)
+    rclpy.try_shutdown()
+    return code

@@ -1,0 +1,155 @@
+"""Every parameter of the node, once. The engine's rows come from `spirula_gpu.config`, the frame pairing's from
+`spirula_ros.intake`; the rows of the ROS side are here. ROS parameters, `spirula params` and the documentation derive
+from them. Row `image` of group `topics` is the ROS parameter `topics.image`."""
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+from spirula_gpu import config as engine
+from spirula_gpu.config import Config, param, replaced
+
+from .intake import IntakeConfig
+
+
+@dataclass(frozen=True)
+class TopicsConfig:
+    image: str = param("image", "", "colour Image, or CompressedImage when the name ends in /compressed")
+    image_transport: str = param("raw", "", "raw | compressed; compressed appends /compressed to topics.image")
+    camera_info: str = param("camera_info", "", "CameraInfo of the colour image")
+    depth: str = param("depth", "", "depth Image registered to the colour image, 32FC1 m or 16UC1 mm; not used with intake.depth ignore")
+    pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf")
+
+
+@dataclass(frozen=True)
+class QosConfig:
+    sensors: str = param("best_effort", "", "best_effort | reliable subscriptions; best_effort hears every publisher, reliable only reliable ones")
+    sensor_queue: int = param(30, "messages", "images that may wait for the node, per topic", 1, 10000)
+    pose_queue: int = param(500, "messages", "poses that may wait for the node", 1, 100000)
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    render_hz: float = param(10.0, "Hz", "highest rate of ~/render/*", 0.01, 1000, True)
+    render_width: int = param(640, "px", "renders are not wider than this; 0 = the camera's size", 0, 32767)
+    status_hz: float = param(2.0, "Hz", "rate of ~/status", 0.01, 1000, True)
+    vram_hz: float = param(1.0, "Hz", "rate of ~/vram", 0.01, 1000, True)
+    vram_buffers: bool = param(False, "", "~/vram also lists every buffer", live=True)
+    mesh_hz: float = param(4.0, "Hz", "highest rate of ~/mesh messages", 0.01, 1000, True)
+    mesh_triangles: int = param(50_000, "triangles", "most triangles in one ~/mesh message (120 bytes each); the rest follows in the next ones", 100, 10_000_000, True)
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    map_path: str = param("", "", "~/save_map without a path writes here (3DGS .ply), and so does a clean shutdown; empty = no file at shutdown")
+    report_dir: str = param("", "", "~/finish writes report.json, renders/, map.ply, mesh.ply and compare.png here")
+    refine_seconds: float = param(0.0, "s", "training time that ~/finish adds before it measures", 0, 1e6, True)
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    silence_s: float = param(5.0, "s", "explain the silence after this long without a usable frame", 0.1, 3600, True)
+    repeat_s: float = param(10.0, "s", ".. and again this often", 0.1, 3600, True)
+
+
+CHOICES = {
+    "topics.image_transport": ("raw", "compressed"),
+    "qos.sensors": ("best_effort", "reliable"),
+    "intake.pose_source": ("pose", "odom", "tf"),
+    "intake.depth": ("require", "use_if_there", "ignore"),
+    "engine.backend": ("auto", "cpu", "cuda"),
+}
+
+
+@dataclass(frozen=True)
+class RosConfig:
+    topics: TopicsConfig = TopicsConfig()
+    qos: QosConfig = QosConfig()
+    intake: IntakeConfig = IntakeConfig()
+    publish: PublishConfig = PublishConfig()
+    output: OutputConfig = OutputConfig()
+    watch: WatchConfig = WatchConfig()
+
+
+def rows() -> Iterator[tuple[str, Any, dataclasses.Field]]:
+    """(dotted name, default, field) of every parameter of the node, ROS side first."""
+    yield from engine.rows(RosConfig())
+    yield from engine.rows(Config())
+
+
+def split(values: dict[str, Any], ros: RosConfig = RosConfig(), config: Config = Config()) -> tuple[RosConfig, Config]:
+    """Both configurations with dotted names replaced. Raises ValueError with name, value and what is allowed."""
+    for name, value in values.items():
+        if name in CHOICES and value not in CHOICES[name]:
+            raise ValueError(f"{name} = {value!r}: must be one of {', '.join(CHOICES[name])}")
+    ours = {name for name, _, _ in engine.rows(ros)}
+    return (replaced(ros, {k: v for k, v in values.items() if k in ours}),
+            replaced(config, {k: v for k, v in values.items() if k not in ours}))
+
+
+def describe(field: dataclasses.Field) -> str:
+    """Help text of a row, with its unit."""
+    unit = field.metadata["unit"]
+    return field.metadata["help"] + (f" [{unit}]" if unit else "")
+
+
+def yaml_text(values: dict[str, Any] | None = None) -> str:
+    """Every parameter as a ROS parameter file that `ros2 run .. --params-file` and `spirula --config` both read;
+    `values` replaces defaults."""
+    values, group, lines = values or {}, None, ["/**:", "  ros__parameters:"]
+    for name, default, field in rows():
+        head, leaf = name.split(".")
+        if head != group:
+            group = head
+            lines.append(f"    {head}:")
+        meta = field.metadata
+        span = f" ({meta['low']:g}..{meta['high']:g})" if meta["low"] is not None else ""
+        lines.append(f"      {leaf}: {_scalar(values.get(name, default))}  # {describe(field)}{span}{'' if meta['live'] else '; at start only'}")
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_scalar, value)) + "]"
+    if isinstance(value, float):  # YAML reads 1e-05 as text and ROS reads 1 as an integer
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    return str(value)
+
+
+def declare_all(node) -> None:
+    """Declares every row on an rclpy node: type, description, range, read-only unless live.
+    Raises ValueError that names the parameter when an override has the wrong type or leaves its range."""
+    from rcl_interfaces.msg import FloatingPointRange, IntegerRange, ParameterDescriptor
+    from rclpy.exceptions import InvalidParameterTypeException, InvalidParameterValueException
+    for name, default, field in rows():
+        meta = field.metadata
+        descriptor = ParameterDescriptor(description=describe(field), read_only=not meta["live"])
+        if name in CHOICES:
+            descriptor.additional_constraints = "one of " + ", ".join(CHOICES[name])
+        if meta["low"] is not None and isinstance(default, int):
+            descriptor.integer_range = [IntegerRange(from_value=int(meta["low"]), to_value=int(meta["high"]), step=0)]
+        elif meta["low"] is not None:
+            descriptor.floating_point_range = [FloatingPointRange(from_value=float(meta["low"]), to_value=float(meta["high"]), step=0.0)]
+        try:
+            node.declare_parameter(name, list(default) if isinstance(default, tuple) else default, descriptor)
+        except (InvalidParameterTypeException, InvalidParameterValueException) as e:
+            hint = " (write whole numbers of this parameter with a point, 1.0)" if isinstance(default, float) else ""
+            raise ValueError(f"parameter {name}: {e}{hint}") from None
+
+
+def config_from(node) -> tuple[RosConfig, Config]:
+    """Both configurations as the node's parameters say. Raises ValueError on a value that no row allows."""
+    return split({name: node.get_parameter(name).value for name, _, _ in rows()})
+
+
+def check_change(parameters, ros: RosConfig, config: Config) -> tuple[RosConfig, Config]:
+    """Both configurations after a `set_parameters` request; parameters of other tables (use_sim_time) are left alone.
+    Raises ValueError when one may not be set."""
+    known = {name for name, _, _ in rows()}
+    return split({p.name: p.value for p in parameters if p.name in known}, ros, config)

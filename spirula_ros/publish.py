@@ -1,0 +1,67 @@
+"""What the mapper says -> ROS messages. Pure functions; the node publishes."""
+from __future__ import annotations
+
+import array
+
+import numpy as np
+from builtin_interfaces.msg import Time
+from sensor_msgs.msg import CameraInfo, Image
+from std_msgs.msg import Header
+
+from spirula_gpu.camera import Camera
+from spirula_gpu.report import Status, VramReport
+
+from . import msg as ours
+
+
+def header(stamp_ns: int, frame_id: str) -> Header:
+    return Header(stamp=Time(sec=stamp_ns // 10**9, nanosec=stamp_ns % 10**9), frame_id=frame_id)
+
+
+def image_msg(pixels: np.ndarray, head: Header) -> Image:
+    """rgb8 from uint8 [H,W,3], 32FC1 from float32 [H,W]."""
+    if pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3:
+        encoding = "rgb8"
+    elif pixels.dtype == np.float32 and pixels.ndim == 2:
+        encoding = "32FC1"
+    else:
+        raise ValueError(f"image is {pixels.dtype} {pixels.shape}: must be uint8 [H,W,3] or float32 [H,W]")
+    height, width = pixels.shape[:2]
+    data = array.array("B")  # the one type that rclpy takes as it is; an ndarray is checked byte by byte, ~1 s per 1080p image
+    data.frombytes(memoryview(np.ascontiguousarray(pixels)).cast("B"))
+    return Image(header=head, height=height, width=width, encoding=encoding, is_bigendian=0,
+                 step=width * pixels.itemsize * (3 if encoding == "rgb8" else 1), data=data)
+
+
+def depth_msg(depth_m: np.ndarray, head: Header) -> Image:
+    """32FC1 metres; unknown (0) becomes NaN, as REP-118 wants it."""
+    return image_msg(np.where(depth_m > 0, depth_m, np.float32(np.nan)), head)
+
+
+def camera_info_msg(camera: Camera, head: Header) -> CameraInfo:
+    """Undistorted pinhole. ROS puts the first pixel's centre at (0, 0), `Camera` at (0.5, 0.5)."""
+    fx, fy, cx, cy = camera.fx, camera.fy, camera.cx - 0.5, camera.cy - 0.5
+    return CameraInfo(header=head, height=camera.height, width=camera.width, distortion_model="plumb_bob", d=[0.0] * 5,
+                      k=[fx, 0.0, cx, 0.0, fy, cy, 0.0, 0.0, 1.0], r=[1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0],
+                      p=[fx, 0.0, cx, 0.0, 0.0, fy, cy, 0.0, 0.0, 0.0, 1.0, 0.0])
+
+
+def status_msg(status: Status, head: Header, hint: str = "", stamp_latency_ms: float = float("nan")) -> ours.MapStatus:
+    frames = status.frames
+    return ours.MapStatus(
+        header=head, state=status.state, gaussians=status.gaussians, keyframes=status.keyframes, held_out=status.held_out,
+        steps=status.steps, steps_per_s=float(status.steps_per_s), loss=float(status.loss), train_psnr=float(status.train_psnr),
+        heldout_psnr=float(status.heldout_psnr), heldout_ssim=float(status.heldout_ssim), frames_in=frames.frames_in,
+        frames_used=frames.used, frames_pending=frames.pending, inbox_frames=status.inbox_frames,
+        dropped=[ours.KeyCount(key=reason, count=n) for reason, n in frames.dropped.items()],
+        latency_ms=float(status.latency_ms), stamp_latency_ms=float(stamp_latency_ms), hint=hint, last_error=status.last_error)
+
+
+def vram_msg(report: VramReport, head: Header, buffers: bool) -> ours.VramReport:
+    return ours.VramReport(
+        header=head, total_bytes=report.total, arena_saved_bytes=report.arena_saved, budget_bytes=report.budget,
+        process_bytes=report.process, device_used_bytes=report.device_used, device_total_bytes=report.device_total,
+        categories=[ours.VramCategory(name=name, used_bytes=used, capacity_bytes=capacity)
+                    for name, (used, capacity) in report.categories.items()],
+        buffers=[ours.VramBuffer(name=r.name, category=r.category, used_bytes=r.used, capacity_bytes=r.capacity, aliased=r.aliased)
+                 for r in report.rows] if buffers else [])

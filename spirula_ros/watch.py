@@ -1,0 +1,76 @@
+"""Why no frame comes: every input topic with its publishers, their QoS against ours, what arrived, and what was dropped."""
+from __future__ import annotations
+
+from collections import Counter
+
+from rclpy.qos import QoSCompatibility, QoSPolicyKind, QoSProfile, qos_check_compatible
+
+from .inputs import Input
+from .intake import InputState, Intake
+
+STATE_OF = {"compressed": "image", "odom": "pose", "tf_static": "tf"}  # Input.kind -> InputState.kind
+
+LOST_HINT = ("messages were lost on the way: images are larger than the default DDS buffers. Start every process with "
+             "FASTDDS_DEFAULT_PROFILES_FILE=<share/spirula_ros/config/fastdds.xml> (the launch files do), or raise the publisher's queue")
+
+
+def describe_qos(qos: QoSProfile) -> str:
+    return f"{qos.reliability.name.lower()}, {qos.durability.name.lower()}"
+
+
+def policy_name(kind: int) -> str:
+    try:
+        return QoSPolicyKind(kind).name.lower()
+    except ValueError:
+        return f"policy {kind}"
+
+
+def describe_publishers(node, source: Input) -> str:
+    """One line: who publishes, and whether we can hear them."""
+    infos = node.get_publishers_info_by_topic(source.topic)
+    if not infos:
+        same = sorted(name for name, types in node.get_topic_names_and_types()
+                      if source.type_name in types and name != source.topic and node.count_publishers(name))
+        offer = f"; {source.type_name} is published on {', '.join(same[:4])}" if same else ""
+        return f"NO PUBLISHER (parameter {source.parameter}){offer}"
+    parts, counts = [], Counter()
+    for info in infos:
+        who = f"{info.node_namespace.rstrip('/')}/{info.node_name}"
+        verdict, reason = qos_check_compatible(info.qos_profile, source.qos)
+        if info.topic_type != source.type_name:
+            parts.append(f"{who} sends {info.topic_type}: WRONG TYPE")
+        elif verdict == QoSCompatibility.ERROR:
+            parts.append(f"{who} is {describe_qos(info.qos_profile)}: QOS INCOMPATIBLE with ours ({describe_qos(source.qos)}): {reason.strip('; ')}")
+        else:
+            counts[f"{who} is {describe_qos(info.qos_profile)}: compatible"] += 1
+    parts += [text if n == 1 else f"{text} ({n}x)" for text, n in counts.items()]
+    return f"{len(infos)} publisher{'s' * (len(infos) > 1)} ({'; '.join(parts)})"
+
+
+def describe_input(node, source: Input, state: InputState) -> str:
+    line = f"{source.topic} [{source.type_name}]: {describe_publishers(node, source)}; received {state.count}"
+    if state.count:
+        line += f" ({state.rate_hz:.1f} Hz), newest {state.age_s:.1f} s ago with stamp {state.last_stamp_ns / 1e9:.3f}"
+    if state.bad:
+        line += f", UNUSABLE: {listed(state.bad)}"
+    if source.lost:
+        line += f", lost on the way: {source.lost}"
+    return line
+
+
+def listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {n}" for reason, n in counts.items()) or "none"
+
+
+def explain(node, inputs: list[Input], intake: Intake, silent_s: float) -> str:
+    """The whole story in a few lines."""
+    counts, states = intake.ledger.counts(), {state.kind: state for state in intake.states()}
+    lines = [f"no usable frame for {silent_s:.0f} s: {counts.frames_in} images in, {counts.used} used, {counts.pending} waiting, dropped: {listed(counts.dropped)}"]
+    lines += ["  " + describe_input(node, source, states[STATE_OF.get(source.kind, source.kind)]) for source in inputs]
+    if intake.pending:
+        lines.append(f"  {intake.pending} images wait for: {intake.waiting_for}")
+    if intake.last_problem:
+        lines.append(f"  newest problem: {intake.last_problem}")
+    if any(source.lost for source in inputs):
+        lines.append("  " + LOST_HINT)
+    return "\n".join(lines)

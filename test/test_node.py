@@ -1,0 +1,295 @@
+"""TrainNode with real topics and services in one process; the mapper is a double, the frame pairing is the real one."""
+import math
+import time
+
+import numpy as np
+import pytest
+
+rclpy = pytest.importorskip("rclpy", reason="needs a ROS 2 Python (rclpy)")
+pytest.importorskip("spirula_ros.msg", reason="needs the built messages: make develop")
+from geometry_msgs.msg import PoseStamped
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.parameter import Parameter
+from rclpy.parameter_client import AsyncParameterClient
+from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from sensor_msgs.msg import CameraInfo, Image
+from std_msgs.msg import String
+from std_srvs.srv import SetBool, Trigger
+from visualization_msgs.msg import Marker, MarkerArray
+
+from fake_mapper import FakeMapper
+from spirula_gpu.camera import Camera
+from spirula_ros.msg import MapStatus, VramReport
+from spirula_ros.node import TrainNode
+from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
+from spirula_ros.srv import SaveMap
+
+CAMERA = Camera(64, 48, 60.0, 60.0, 32.0, 24.0)
+BEST_EFFORT = QoSProfile(depth=10, reliability=ReliabilityPolicy.BEST_EFFORT)
+LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
+
+
+class Rig:
+    """A TrainNode, a robot that publishes to it, and one executor for both. Each rig has its own namespace."""
+    count, domain = 0, 0
+
+    def __init__(self, **parameters):
+        Rig.count += 1
+        self.namespace = f"/rig{Rig.count}"
+        overrides = [Parameter(name, value=value) for name, value in {"publish.status_hz": 50.0, "publish.vram_hz": 50.0, **parameters}.items()]
+        self.node = TrainNode(FakeMapper, namespace=self.namespace, parameter_overrides=overrides)
+        self.mapper = self.node.mapper
+        self.robot = rclpy.create_node("robot", namespace=self.namespace)
+        self.executor = SingleThreadedExecutor()
+        self.executor.add_node(self.node)
+        self.executor.add_node(self.robot)
+        self.sent = 0
+        self.image, self.depth, self.info, self.pose = (self.robot.create_publisher(kind, name, BEST_EFFORT) for kind, name in (
+            (Image, "image"), (Image, "depth"), (CameraInfo, "camera_info"), (PoseStamped, "pose")))
+
+    def until(self, condition, seconds=5.0):
+        deadline = time.monotonic() + seconds
+        while not (value := condition()) and time.monotonic() < deadline:
+            self.executor.spin_once(timeout_sec=0.02)
+        assert value, "timed out"
+        return value
+
+    def spin(self, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.executor.spin_once(timeout_sec=0.02)
+
+    def hear(self, kind, name, qos=10):
+        heard = []
+        subscription = self.robot.create_subscription(kind, f"spirula/{name}", heard.append, qos)
+        self.until(lambda: self.robot.count_publishers(subscription.topic_name))
+        return heard
+
+    def connected(self):
+        self.until(lambda: all(p.get_subscription_count() for p in (self.image, self.depth, self.info, self.pose)))
+        return self
+
+    def send_frame(self, wrong=None):
+        """One complete frame; wrong: "nan pose" | "short image" | "no pose"."""
+        self.sent += 1
+        head = header(self.sent * 100_000_000, "camera")
+        pose = PoseStamped(header=header(self.sent * 100_000_000, "map"))
+        pose.pose.orientation.w, pose.pose.position.x = 1.0, math.nan if wrong == "nan pose" else 0.1 * self.sent
+        image = image_msg(np.full((48, 64, 3), self.sent, np.uint8), head)
+        if wrong == "short image":
+            image.data = image.data[:100]
+        self.info.publish(camera_info_msg(CAMERA, head))
+        self.depth.publish(depth_msg(np.full((48, 64), 2.0, np.float32), head))
+        if wrong != "no pose":
+            self.pose.publish(pose)
+        self.image.publish(image)
+
+    def call(self, kind, name, request, seconds=5.0):
+        client = self.robot.create_client(kind, f"spirula/{name}")
+        self.until(client.service_is_ready)
+        future = client.call_async(request)
+        self.until(future.done, seconds)
+        return future.result()
+
+    def close(self):
+        code = self.node.close()
+        self.robot.destroy_node()
+        self.executor.shutdown()
+        return code
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ros(ros_domain):
+    Rig.domain = ros_domain
+    rclpy.init(domain_id=ros_domain)
+    yield
+    rclpy.try_shutdown()
+
+
+@pytest.fixture
+def rig(request):
+    rig = Rig(**getattr(request, "param", {}))
+    yield rig
+    rig.close()
+
+
+def test_frames_in_and_everything_out(rig):
+    rgb, depth, info = rig.hear(Image, "render/image"), rig.hear(Image, "render/depth"), rig.hear(CameraInfo, "render/camera_info")
+    status, vram, mesh = rig.hear(MapStatus, "status", LATCHED), rig.hear(VramReport, "vram", LATCHED), rig.hear(MarkerArray, "mesh", LATCHED)
+    rig.connected()
+    for _ in range(3):
+        rig.send_frame()
+        rig.spin(0.05)
+    rig.until(lambda: len(rig.mapper.frames) == 3 and rgb and depth and info and vram and mesh and status and status[-1].frames_used == 3)
+    frame = rig.mapper.frames[-1]
+    assert frame.stamp_ns == 300_000_000 and frame.frame_id == "camera" and (frame.rgb == 3).all()
+    assert frame.camera == CAMERA and frame.T_world_cam[0, 3] == pytest.approx(0.3) and (frame.depth_m == 2).all()
+    assert rgb[-1].encoding == "rgb8" and rgb[-1].header.frame_id == "camera" and depth[-1].encoding == "32FC1"
+    assert info[-1].k[2] == CAMERA.cx - 0.5
+    assert (status[-1].state, status[-1].frames_in, status[-1].frames_pending, status[-1].gaussians) == ("running", 3, 0, 1000)
+    assert (vram[-1].total_bytes, vram[-1].categories[0].name, len(vram[-1].buffers)) == (1000, "splat", 0)
+    assert (mesh[-1].markers[0].action, len(mesh[-1].markers[0].points)) == (Marker.ADD, 3)
+
+
+def test_only_what_is_heard_is_wanted(rig):
+    rig.spin(0.2)
+    assert (rig.mapper.wants.render, rig.mapper.wants.mesh) == (False, False)
+    rig.hear(Image, "render/depth")
+    rig.until(lambda: rig.mapper.wants.render and not rig.mapper.wants.mesh)
+    rig.hear(MarkerArray, "mesh", LATCHED)
+    rig.until(lambda: rig.mapper.wants.mesh)
+
+
+def test_a_late_mesh_listener_gets_everything(rig):
+    first = rig.hear(MarkerArray, "mesh")
+    rig.connected().send_frame()
+    rig.until(lambda: first)
+    second = rig.hear(MarkerArray, "mesh")  # volatile: the history is not replayed to it
+    rig.until(lambda: second)
+    assert second[-1].markers[0].action == Marker.ADD
+
+
+@pytest.mark.parametrize("rig", [{"publish.render_width": 32}], indirect=True)
+def test_wide_cameras_are_rendered_smaller(rig):
+    rig.connected().send_frame()
+    rig.until(lambda: rig.mapper.frames)
+    views = [c for c in rig.mapper.commands if c[0] == "view"]
+    assert views == [("view", None, CAMERA.resized(32, 24))]
+
+
+@pytest.mark.parametrize("rig", [{"publish.vram_buffers": True}], indirect=True)
+def test_vram_lists_buffers_on_request(rig):
+    vram = rig.hear(VramReport, "vram", LATCHED)
+    rig.until(lambda: vram)
+    assert [(b.name, b.category, b.used_bytes, b.capacity_bytes) for b in vram[-1].buffers] == [("means", "splat", 900, 1000)]
+
+
+def test_save_map_tells_the_real_outcome_while_topics_run(rig, tmp_path):
+    rig.connected()
+    rig.mapper.busy_s = 0.5
+    client = rig.robot.create_client(SaveMap, "spirula/save_map")
+    rig.until(client.service_is_ready)
+    saving = client.call_async(SaveMap.Request(path=str(tmp_path / "map.ply")))
+    rig.spin(0.1)
+    rig.send_frame()
+    rig.until(lambda: rig.mapper.frames)
+    assert not saving.done(), "the frame went through while the map was being saved"
+    rig.until(saving.done)
+    assert saving.result().success and "1000 Gaussians" in saving.result().message and (tmp_path / "map.ply").exists()
+    refused = rig.call(SaveMap, "save_map", SaveMap.Request(path=str(tmp_path / "no" / "map.ply")))
+    assert not refused.success and "No such file" in refused.message
+    assert "output.map_path" in rig.call(SaveMap, "save_map", SaveMap.Request()).message
+
+
+def test_reset_pause_and_finish(rig):
+    mesh = rig.hear(MarkerArray, "mesh")
+    rig.connected().send_frame()
+    rig.until(lambda: mesh)
+    assert rig.call(Trigger, "reset", Trigger.Request()).success
+    rig.until(lambda: mesh[-1].markers[0].action == Marker.DELETEALL)
+    assert rig.call(SetBool, "pause", SetBool.Request(data=True)).message == "paused"
+    assert ("pause", True) in rig.mapper.commands and ("reset",) in rig.mapper.commands
+    refused = rig.call(Trigger, "finish", Trigger.Request())
+    assert not refused.success and "output.report_dir" in refused.message
+
+
+@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3}], indirect=True)
+def test_silence_names_the_topic_without_publisher_and_the_wrong_qos(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.robot.destroy_publisher(rig.depth)
+    rig.robot.destroy_publisher(rig.pose)
+    rig.robot.create_publisher(PoseStamped, "slam/pose", 10)
+    other = rclpy.Context()  # one participant cannot have two types on a topic
+    rclpy.init(context=other, domain_id=rig.domain)
+    rclpy.create_node("stranger", context=other).create_publisher(String, f"{rig.namespace}/depth", 10)
+    rig.until(lambda: status and "slam/pose" in status[-1].hint and "stranger" in status[-1].hint)
+    rclpy.shutdown(context=other)
+    hint = status[-1].hint
+    ns = rig.namespace
+    assert f"{ns}/pose [geometry_msgs/msg/PoseStamped]: NO PUBLISHER (parameter topics.pose); geometry_msgs/msg/PoseStamped is published on {ns}/slam/pose" in hint
+    assert f"{ns}/image [sensor_msgs/msg/Image]: 1 publisher ({ns}/robot is best_effort, volatile: compatible); received 0" in hint
+    assert "sends std_msgs/msg/String: WRONG TYPE" in hint
+
+
+@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "qos.sensors": "reliable"}], indirect=True)
+def test_silence_names_the_incompatible_qos(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.until(lambda: status and "QOS INCOMPATIBLE with ours (reliable, volatile)" in status[-1].hint)
+    assert f"{rig.namespace}/robot is best_effort, volatile" in status[-1].hint
+
+
+@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3}], indirect=True)
+def test_silence_ends_with_a_frame(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.until(lambda: status and status[-1].hint)
+    rig.connected().send_frame()
+    rig.until(lambda: rig.mapper.frames and not status[-1].hint)
+
+
+def test_bad_frames_are_counted_and_the_good_ones_go_on(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.connected()
+    for wrong in ("nan pose", None, "short image", None):
+        rig.send_frame(wrong)
+        rig.spin(0.1)
+    rig.until(lambda: len(rig.mapper.frames) == 2)
+    rig.until(lambda: status and status[-1].frames_in == 4 and status[-1].frames_pending == 0, seconds=10)
+    assert sum(c.count for c in status[-1].dropped) == 2 and status[-1].frames_used == 2
+    assert status[-1].last_error == ""
+
+
+def test_an_exception_in_a_callback_is_counted_and_shown(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.connected()
+
+    def broken(frame):
+        raise RuntimeError("seventeen")
+    submit, rig.mapper.submit = rig.mapper.submit, broken
+    rig.send_frame()
+    rig.until(lambda: status and "internal error 1 in" in status[-1].last_error)
+    assert "seventeen" in status[-1].last_error
+    rig.mapper.submit = submit
+    rig.send_frame()
+    rig.until(lambda: rig.mapper.frames)
+
+
+def test_live_parameters_reach_the_mapper_and_the_others_are_refused(rig):
+    client = AsyncParameterClient(rig.robot, "spirula")
+    rig.until(client.services_are_ready)
+
+    def set_parameter(name, value):
+        future = client.set_parameters([Parameter(name, value=value)])
+        rig.until(future.done)
+        return future.result().results[0]
+    assert set_parameter("train.lr_mean", 0.001).successful
+    rig.until(lambda: rig.mapper.config.train.lr_mean == 0.001)
+    assert rig.mapper.config.engine == rig.node.config.engine
+    assert set_parameter("publish.status_hz", 5.0).successful and rig.node.ros.publish.status_hz == 5.0
+    assert "out of range" in set_parameter("train.lr_mean", 7.0).reason
+    assert "read-only" in set_parameter("engine.threads", 3).reason
+    assert rig.mapper.config.train.lr_mean == 0.001
+
+
+def test_bad_start_values_name_the_parameter():
+    for name, value, text in (("train.lr_mean", 7.0, "train.lr_mean"), ("train.lr_mean", 1, "with a point, 1.0"),
+                              ("qos.sensors", "sometimes", "best_effort, reliable")):
+        with pytest.raises(ValueError, match=text):
+            TrainNode(FakeMapper, parameter_overrides=[Parameter(name, value=value)])
+
+
+def test_a_failed_mapper_is_shown_everywhere_and_ends_the_node(tmp_path):
+    rig = Rig(**{"output.map_path": str(tmp_path / "map.ply")})
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.mapper.fail("out of memory in the test")
+    rig.until(lambda: status and status[-1].state == "error")
+    assert "out of memory in the test" in status[-1].last_error and rig.node.failed
+    answer = rig.call(SaveMap, "save_map", SaveMap.Request(path="x.ply"))
+    assert not answer.success and "out of memory" in answer.message
+    assert rig.close() == 1
+
+
+def test_the_map_is_saved_at_the_end(tmp_path):
+    rig = Rig(**{"output.map_path": str(tmp_path / "map.ply")})
+    assert rig.close() == 0 and (tmp_path / "map.ply").exists() and rig.mapper.stopped
+    rig = Rig(**{"output.map_path": str(tmp_path / "no" / "map.ply")})
+    assert rig.close() == 1, "a map that could not be saved is a failure"
