@@ -11,12 +11,14 @@ try:
 except ImportError:
     from backports import zstd
 
+from .errors import InputError
+
 MCAP_MAGIC = b"\x89MCAP0\r\n"
 SQLITE_MAGIC = b"SQLite format 3\0"
 SCHEMA, CHANNEL, MESSAGE, CHUNK = 0x03, 0x04, 0x05, 0x06  # record types of https://mcap.dev/spec
 
 
-class BagError(Exception):
+class BagError(InputError):
     """A recording that cannot be read or written; the text says what, where and what to do."""
 
 
