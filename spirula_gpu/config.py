@@ -56,6 +56,8 @@ class TrainConfig:
     ssim_weight: float = param(0.2, "", "loss = (1-w) L1 + w (1-SSIM) + depth_weight * relative depth error", 0, 1, True)
     depth_weight: float = param(0.1, "", "see ssim_weight", 0, 100, True)
     lr_mean: float = param(4e-4, "m", "Adam step of positions", 0, 1, True)
+    lr_mean_final: float = param(4e-5, "m", ".. which falls to this over a Gaussian's first lr_decay_steps", 0, 1, True)
+    lr_decay_steps: int = param(2000, "steps", "see lr_mean_final; 0 = constant", 0, 1_000_000, True)
     lr_quat: float = param(1e-3, "", "Adam step of rotations", 0, 1, True)
     lr_log_scale: float = param(5e-3, "", "Adam step of log scales", 0, 1, True)
     lr_logit_opacity: float = param(2.5e-2, "", "Adam step of opacity logits", 0, 1, True)

@@ -50,7 +50,8 @@ Step = _struct("spl_step", n_pairs=i64, n_isects=i64, loss=c.c_double, l1=c.c_do
                alpha=c.c_double, ms=c.c_double * 8)
 Target = _struct("spl_target", rgb=u8p, depth=f32p, mask=u8p)
 Hyper = _struct("spl_hyper", **{k: c.c_float for k in (
-    "lr_mean", "lr_quat", "lr_log_scale", "lr_logit_opacity", "lr_sh0", "lr_sh_rest", "beta1", "beta2", "eps", "ssim_weight",
+    "lr_mean", "lr_quat", "lr_log_scale", "lr_logit_opacity", "lr_sh0", "lr_sh_rest", "lr_mean_final", "lr_decay_steps",
+    "beta1", "beta2", "eps", "ssim_weight",
     "depth_weight", "opacity_reg", "scale_reg")})
 InsertParams = _struct("spl_insert_params", alpha_below=c.c_float, depth_error=c.c_float, detail_gain=c.c_float, min_depth_m=c.c_float,
                        max_depth_m=c.c_float, hole_spacing_px=c.c_float, size=c.c_float, opacity=c.c_float, owner=c.c_int32, seed=c.c_uint64)
@@ -90,6 +91,7 @@ def library_path(backend: str) -> Path:
     raise NativeError("device", f"{name} is not in {', '.join(map(str, folders))}; build it with `make lib`, `pip install .` or colcon")
 
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must not spin: the executor needs the cores too
 _libraries: dict[str, c.CDLL] = {}
 
 

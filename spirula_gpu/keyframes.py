@@ -1,0 +1,98 @@
+"""Which frames become keyframes, and which keyframe is trained next."""
+from __future__ import annotations
+
+from collections import deque
+
+import cv2
+import numpy as np
+
+from .camera import Frame
+from .config import GateConfig, TrainConfig
+from .native import View, view
+
+
+class Gate:
+    """Accepts a frame that shows something new and is sharp. Owned by the thread that submits frames."""
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        self._poses = np.empty((0, 4, 4))
+        self._last_stamp_ns = None
+        self._sharpness = deque(maxlen=20)
+
+    def refuses(self, frame: Frame, config: GateConfig) -> str | None:
+        """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`)."""
+        sharpness = float(cv2.Laplacian(cv2.cvtColor(frame.rgb, cv2.COLOR_RGB2GRAY), cv2.CV_32F).var())
+        self._sharpness.append(sharpness)
+        if not self._is_new(frame, config):
+            return "not_keyframe"
+        if sharpness < config.min_sharpness * float(np.median(self._sharpness)):
+            return "blurred"
+        self._poses = np.concatenate([self._poses, frame.T_world_cam[None]])
+        self._last_stamp_ns = frame.stamp_ns
+        return None
+
+    def _is_new(self, frame: Frame, config: GateConfig) -> bool:
+        if self._last_stamp_ns is None or abs(frame.stamp_ns - self._last_stamp_ns) >= config.max_interval_s * 1e9:
+            return True
+        moved = np.linalg.norm(self._poses[:, :3, 3] - frame.T_world_cam[:3, 3], axis=1) >= config.min_translation_m
+        traces = np.einsum("nij,ij->n", self._poses[:, :3, :3], frame.T_world_cam[:3, :3])
+        turned = np.degrees(np.arccos(np.clip((traces - 1) / 2, -1, 1))) >= config.min_rotation_deg
+        return bool((moved | turned).all())
+
+
+class Keyframe:
+    """A frame that is trained on, with its view of the map and how well it fits."""
+
+    def __init__(self, id: int, frame: Frame, blur_px2: float):
+        self.id, self.frame, self.blur_px2 = id, frame, blur_px2
+        self.loss = np.inf   # running mean; infinite until it was trained once
+        self._view: View | None = None
+
+    def view(self, sh_degree: int) -> View:
+        if self._view is None or self._view.sh_degree != sh_degree:
+            self._view = view(self.frame.camera, self.frame.T_cam_world, sh_degree, blur_px2=self.blur_px2)
+        return self._view
+
+    def trained(self, loss: float) -> None:
+        self.loss = loss if np.isinf(self.loss) else 0.7 * self.loss + 0.3 * loss
+
+
+class Keyframes:
+    """The keyframes and the choice of the next one: the newest often, else at random with weight = loss."""
+
+    def __init__(self, seed: int):
+        self._all: list[Keyframe] = []
+        self._rng = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self):
+        return iter(self._all)
+
+    def add(self, keyframe: Keyframe, limit: int) -> None:
+        self._all.append(keyframe)
+        if len(self._all) > limit:
+            del self._all[self._most_redundant()]
+
+    def _most_redundant(self) -> int:
+        """The keyframe whose neighbours in time are nearest to each other; the newest one stays."""
+        t = np.array([k.frame.T_world_cam[:3, 3] for k in self._all])
+        return 1 + int(np.argmin(np.linalg.norm(t[2:] - t[:-2], axis=1)))
+
+    def choose(self, config: TrainConfig) -> Keyframe:
+        if self._rng.random() < config.newest_probability:
+            return self._all[-1]
+        loss = np.array([k.loss for k in self._all])
+        known = loss[np.isfinite(loss)]
+        loss[~np.isfinite(loss)] = 2 * known.max() if len(known) else 1.0  # a new one comes soon
+        weight = loss + 1e-6
+        return self._all[int(self._rng.choice(len(self._all), p=weight / weight.sum()))]
+
+    def spread(self, n: int) -> list[Keyframe]:
+        """n of them (or all), evenly over time."""
+        at = np.unique(np.linspace(0, len(self._all) - 1, min(n, len(self._all))).round().astype(int)) if self._all else []
+        return [self._all[i] for i in at]

@@ -1,0 +1,85 @@
+"""One step on one keyframe; insertion from one keyframe; pruning. The only writer of the Gaussians."""
+from __future__ import annotations
+
+import numpy as np
+
+from .config import Config
+from .keyframes import Keyframe, Keyframes
+from .native import Engine, Hyper, InsertParams, NativeError
+
+ADAM_EPS = 1e-15
+
+
+class Trainer:
+    def __init__(self, engine: Engine, config: Config):
+        self.engine, self.config = engine, config
+        self.steps, self.loss, self.problem = 0, float("nan"), ""
+        self._rng = np.random.default_rng(config.engine.seed + 1)
+
+    def step(self, keyframes: Keyframes) -> None:
+        """Choose a keyframe, render, compare, descend; prune when it is time."""
+        t = self.config.train
+        keyframe = keyframes.choose(t)
+        degree = min(self.engine.sh_degree, self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
+        frame = keyframe.frame
+        stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m)
+        keyframe.trained(stats.loss)
+        self.loss = stats.loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * stats.loss
+        self.steps += 1
+        p = self.config.prune
+        if p.interval_steps and self.steps % p.interval_steps == 0:
+            self.prune()
+
+    def _hyper(self) -> Hyper:
+        t = self.config.train
+        return Hyper(lr_mean=t.lr_mean, lr_mean_final=t.lr_mean_final, lr_decay_steps=t.lr_decay_steps, lr_quat=t.lr_quat, lr_log_scale=t.lr_log_scale,
+                     lr_logit_opacity=t.lr_logit_opacity, lr_sh0=t.lr_sh0, lr_sh_rest=t.lr_sh_rest, beta1=t.beta1, beta2=t.beta2, eps=ADAM_EPS,
+                     ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
+
+    def insert(self, keyframe: Keyframe) -> int:
+        """New Gaussians from the keyframe's depth; at the limit the weakest make room. Returns how many came."""
+        frame, i = keyframe.frame, self.config.insert
+        if frame.depth_m is None:
+            return 0
+        params = InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=i.detail_gain, min_depth_m=i.min_depth_m,
+                              max_depth_m=i.max_depth_m, hole_spacing_px=i.hole_spacing_px, size=i.size, opacity=i.opacity, owner=keyframe.id,
+                              seed=self.config.engine.seed * 1_000_003 + keyframe.id)
+        for attempt in range(2):
+            try:
+                return self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, params)
+            except NativeError as e:
+                if e.kind != "capacity" or not len(self.engine) or not self.config.prune.relocate:
+                    raise
+                self.problem = str(e)
+                if attempt == 0:
+                    self._make_room(max(len(self.engine) // 20, frame.rgb.shape[0] * frame.rgb.shape[1] // 16))
+        return 0
+
+    def prune(self) -> None:
+        """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""
+        if not len(self.engine):
+            return
+        p = self.config.prune
+        opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity")))
+        scale = self.engine.read("map.log_scale").max(axis=1)
+        bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(p.max_scale_m)) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
+        full = len(self.engine) > 0.95 * self.config.engine.max_gaussians
+        if p.relocate and full and bad.any():
+            self._relocate(np.flatnonzero(bad), ~bad)
+        elif bad.any():
+            self.engine.keep(~bad)
+
+    def _relocate(self, dst: np.ndarray, alive: np.ndarray) -> None:
+        error = np.where(alive, np.nan_to_num(self.engine.read("stat.error")), 0)
+        if (error > 0).sum() == 0:
+            return
+        src = self._rng.choice(len(error), size=len(dst), p=error / error.sum())
+        self.engine.relocate(dst, src, self.config.prune.min_opacity)
+
+    def _make_room(self, n: int) -> None:
+        """Remove the n Gaussians that have contributed least to any view; new ones, not yet seen, stay."""
+        weight = self.engine.read("stat.weight")
+        weight[self.engine.read("adam.steps") < 20] = np.inf
+        keep = np.ones(len(weight), bool)
+        keep[np.argsort(weight, kind="stable")[:n]] = False
+        self.engine.keep(keep)
