@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-import spirula_gpu
+from spirula_gpu.native import library_path
 
 HEADER = Path(__file__).resolve().parents[1] / "spirula_gpu" / "csrc" / "spirula.h"
-LIBRARY = Path(spirula_gpu.__path__[0]) / "lib" / "libspirula_cpu.so"
+LIBRARY = library_path("cpu")
 SCALARS = dict(int64_t=ctypes.c_int64, uint64_t=ctypes.c_uint64, int32_t=ctypes.c_int32, float=ctypes.c_float,
                double=ctypes.c_double, char=ctypes.c_char)
 ARGUMENT, CAPACITY = -1, -2
@@ -210,8 +209,3 @@ def hyper_of(**values):
     defaults = dict(lr_mean=4e-4, lr_quat=1e-3, lr_log_scale=5e-3, lr_logit_opacity=2.5e-2, lr_sh0=2.5e-3, lr_sh_rest=1.25e-4,
                     beta1=0.9, beta2=0.999, eps=1e-15, ssim_weight=0.2, depth_weight=0.1)
     return struct("spl_hyper", **defaults | values)
-
-
-def needs_library():
-    """Module-level: the tests of a module need libspirula_cpu.so. It is built by the package, so its absence is an error."""
-    assert LIBRARY.exists(), f"{LIBRARY} is missing: run `make lib`"

@@ -5,10 +5,9 @@ import torch
 
 import oracle
 import oracle_torch
-from abi import Context, hyper_of, needs_library, target_of, view_of
+from abi import Context, hyper_of, target_of, view_of
 from scenes import cameras, gaussians
 
-needs_library()
 SCREEN = np.dtype([("xy", "f4", 2), ("conic", "f4", 3), ("opacity", "f4"), ("depth", "f4"), ("rgb", "f4", 3)])
 
 

@@ -5,10 +5,9 @@ import torch
 
 import oracle
 import oracle_torch
-from abi import Context, caller, f32, needs_library, struct, view_of
+from abi import Context, caller, f32, struct, view_of
 from scenes import cameras, gaussians
 
-needs_library()
 NAMES = ("means", "quats", "scales", "opacities", "sh", "viewmats")
 
 

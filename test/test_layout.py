@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from abi import CAPACITY, STRUCTS, AbiError, Context, caller, hyper_of, needs_library, struct, target_of, view_of
+from abi import CAPACITY, STRUCTS, AbiError, Context, caller, hyper_of, struct, target_of, view_of
 from scenes import cameras, gaussians
 
-needs_library()
 ALWAYS = -1
 
 

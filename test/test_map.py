@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 import oracle
-from abi import ARGUMENT, AbiError, Context, caller, hyper_of, needs_library, target_of, view_of
+from abi import ARGUMENT, AbiError, Context, caller, hyper_of, target_of, view_of
 from scenes import cameras, gaussians, look
 
-needs_library()
 SH0 = 0.28209479177387814
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 import oracle
-from abi import AbiError, Context, needs_library, view_of
+from abi import AbiError, Context, view_of
 from scenes import cameras, gaussians
 
-needs_library()
 SIZES = [(1, 1), (17, 13), (33, 65), (48, 32)]
 
 

@@ -3,11 +3,10 @@ import numpy as np
 import pytest
 
 import oracle
-from abi import AbiError, Context, caller, hyper_of, image_of, needs_library, struct, target_of, view_of
+from abi import AbiError, Context, caller, hyper_of, image_of, struct, target_of, view_of
 from scenes import cameras, gaussians
 from spirula_gpu.metrics import psnr
 
-needs_library()
 RATES = dict(mean="lr_mean", quat="lr_quat", log_scale="lr_log_scale", logit_opacity="lr_logit_opacity")
 RAW = ("mean", "quat", "log_scale", "logit_opacity", "sh")
 
