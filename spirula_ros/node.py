@@ -50,7 +50,7 @@ class TrainNode(Node):
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera = "", None
-        self._used_at = self._explained_at = time.monotonic()
+        self._first_at, self._used_at, self._explained_at = None, time.monotonic(), 0.0
         self._background = concurrent.futures.ThreadPoolExecutor(1, "finish")
         self._subscribe()
         self._serve()
@@ -81,6 +81,7 @@ class TrainNode(Node):
     def _take(self, frame: Frame) -> None:
         """A complete frame from the intake."""
         self._used_at, self._hint = time.monotonic(), ""
+        self._first_at = self._first_at or self._used_at
         self.outputs.frame_id = frame.frame_id
         self.outputs.stamp_delay_ms = (self.get_clock().now().nanoseconds - frame.stamp_ns) / 1e6
         if frame.camera != self._view_camera:
@@ -128,7 +129,7 @@ class TrainNode(Node):
     def _tick(self) -> None:
         self.intake.poll()
         self._explain_silence(time.monotonic())
-        self.mapper.wants = Wants(render=self.outputs.render_listeners() > 0, mesh=self.outputs.mesh_listeners() > 0)
+        self.mapper.wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, 1 / self.ros.publish.render_hz)
         self.outputs.publish(self.ros.publish, self._hint, self.internal_error)
 
     @property
@@ -144,12 +145,14 @@ class TrainNode(Node):
                                     (SetBool, "pause", self._pause), (Trigger, "finish", self._finish)):
             self.create_service(kind, f"~/{name}", handler, callback_group=group)
 
-    async def _answer(self, response, make_future, text):
-        """Fills success and message of a service response from a concurrent.futures.Future; text: result -> message."""
+    async def _answer(self, response, ask, text):
+        """Fills success and message of a service response from the concurrent.futures.Future of ask(); text: result -> message."""
         bridge = rclpy.task.Future(executor=self.executor)
         try:
+            if self.failed:
+                raise RuntimeError(self.mapper.status().last_error)
             # the task, not the mapper's thread, sets the bridge: create_task also wakes the executor
-            make_future().add_done_callback(lambda done: self.executor.create_task(bridge.set_result, done))
+            ask().add_done_callback(lambda done: self.executor.create_task(bridge.set_result, done))
             response.message = text((await bridge).result())
             response.success = True
         except Exception as e:
@@ -181,7 +184,7 @@ class TrainNode(Node):
             response.success, response.message = False, "nowhere to write: set the parameter output.report_dir"
             return response
         self.intake.flush()
-        return await self._answer(response, lambda: self._background.submit(finish, self.mapper, output), str)
+        return await self._answer(response, lambda: self._background.submit(finish, self.mapper, output, self._first_at or time.monotonic()), str)
 
     # ---- parameters ----
 
@@ -242,3 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     executor.shutdown(timeout_sec=1)
     rclpy.try_shutdown()
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

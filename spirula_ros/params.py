@@ -31,7 +31,7 @@ class QosConfig:
 
 @dataclass(frozen=True)
 class PublishConfig:
-    render_hz: float = param(10.0, "Hz", "highest rate of ~/render/*", 0.01, 1000, True)
+    render_hz: float = param(2.0, "Hz", "highest rate of ~/render/*; each render takes time from training", 0.01, 1000, True)
     render_width: int = param(640, "px", "renders are not wider than this; 0 = the camera's size", 0, 32767)
     status_hz: float = param(2.0, "Hz", "rate of ~/status", 0.01, 1000, True)
     vram_hz: float = param(1.0, "Hz", "rate of ~/vram", 0.01, 1000, True)
@@ -44,7 +44,9 @@ class PublishConfig:
 class OutputConfig:
     map_path: str = param("", "", "~/save_map without a path writes here (3DGS .ply), and so does a clean shutdown; empty = no file at shutdown")
     report_dir: str = param("", "", "~/finish writes report.json, renders/, map.ply, mesh.ply and compare.png here")
-    refine_seconds: float = param(0.0, "s", "training time that ~/finish adds before it measures", 0, 1e6, True)
+    refine_seconds: float = param(0.0, "s", "training time that ~/finish adds before it measures; 0 = no limit", 0, 1e6, True)
+    refine_steps: int = param(0, "steps", ".. and training steps; the first limit counts, both 0 = none", 0, 1_000_000_000, True)
+    mesh: bool = param(True, "", "~/finish also writes mesh.ply", live=True)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from .intake import InputState, Intake
 
 STATE_OF = {"compressed": "image", "odom": "pose", "tf_static": "tf"}  # Input.kind -> InputState.kind
 
-LOST_HINT = ("messages were lost on the way: images are larger than the default DDS buffers. Start every process with "
-             "FASTDDS_DEFAULT_PROFILES_FILE=<share/spirula_ros/config/fastdds.xml> (the launch files do), or raise the publisher's queue")
+LOST_HINT = ("messages were lost on the way: with Fast DDS's defaults images hardly get through. Start the process that PUBLISHES them with "
+             "FASTDDS_DEFAULT_PROFILES_FILE=<prefix>/share/spirula_ros/config/fastdds.xml")
 
 
 def describe_qos(qos: QoSProfile) -> str:
@@ -30,7 +30,7 @@ def describe_publishers(node, source: Input) -> str:
     infos = node.get_publishers_info_by_topic(source.topic)
     if not infos:
         same = sorted(name for name, types in node.get_topic_names_and_types()
-                      if source.type_name in types and name != source.topic and node.count_publishers(name))
+                      if source.type_name in types and node.count_publishers(name) and not name.startswith(node.get_fully_qualified_name() + "/"))
         offer = f"; {source.type_name} is published on {', '.join(same[:4])}" if same else ""
         return f"NO PUBLISHER (parameter {source.parameter}){offer}"
     parts, counts = [], Counter()

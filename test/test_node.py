@@ -193,7 +193,7 @@ def test_reset_pause_and_finish(rig):
     assert not refused.success and "output.report_dir" in refused.message
 
 
-@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3}], indirect=True)
+@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "watch.repeat_s": 0.3}], indirect=True)
 def test_silence_names_the_topic_without_publisher_and_the_wrong_qos(rig):
     status = rig.hear(MapStatus, "status", LATCHED)
     rig.robot.destroy_publisher(rig.depth)
@@ -201,8 +201,10 @@ def test_silence_names_the_topic_without_publisher_and_the_wrong_qos(rig):
     rig.robot.create_publisher(PoseStamped, "slam/pose", 10)
     other = rclpy.Context()  # one participant cannot have two types on a topic
     rclpy.init(context=other, domain_id=rig.domain)
-    rclpy.create_node("stranger", context=other).create_publisher(String, f"{rig.namespace}/depth", 10)
+    stranger = rclpy.create_node("stranger", context=other)
+    stranger.create_publisher(String, f"{rig.namespace}/depth", 10)
     rig.until(lambda: status and "slam/pose" in status[-1].hint and "stranger" in status[-1].hint)
+    stranger.destroy_node()
     rclpy.shutdown(context=other)
     hint = status[-1].hint
     ns = rig.namespace

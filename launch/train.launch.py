@@ -1,0 +1,60 @@
+"""ros2 launch spirula_ros train.launch.py image:=/camera/color/image_raw camera_info:=/camera/color/camera_info \\
+    depth:=/camera/aligned_depth_to_color/image_raw pose:=/odom pose_source:=odom
+
+An argument that is left empty leaves the parameter to the config file, or to its default. `--show-args` lists them."""
+import os
+
+from launch import LaunchDescription
+from launch.actions import DeclareLaunchArgument, OpaqueFunction, SetEnvironmentVariable, Shutdown
+from launch.substitutions import LaunchConfiguration
+from launch_ros.actions import Node
+from launch_ros.substitutions import FindPackageShare
+
+PARAMETERS = (  # argument, parameter, type, description
+    ("image", "topics.image", str, "colour image topic; CompressedImage when it ends in /compressed"),
+    ("image_transport", "topics.image_transport", str, "raw | compressed: compressed appends /compressed to the image topic"),
+    ("camera_info", "topics.camera_info", str, "CameraInfo topic of the colour image"),
+    ("depth", "topics.depth", str, "depth image topic, registered to the colour image"),
+    ("depth_mode", "intake.depth", str, "require | use_if_there | ignore"),
+    ("pose", "topics.pose", str, "pose topic"),
+    ("pose_source", "intake.pose_source", str, "pose (PoseStamped) | odom (Odometry) | tf"),
+    ("map_frame", "intake.map_frame", str, "frame of the map; needed with pose_source tf unless it is 'map'"),
+    ("camera_frame", "intake.camera_frame", str, "optical frame of the camera, if the images do not name it"),
+    ("backend", "engine.backend", str, "auto | cpu | cuda"),
+    ("holdout_every", "eval.holdout_every", int, "keep every n-th frame out of the map and measure with it"),
+    ("save_path", "output.map_path", str, "write the map here (.ply) when the node stops"),
+)
+OTHERS = (
+    ("config", "", "parameter file; `spirula params` prints one with every parameter"),
+    ("use_sim_time", "false", "take the time from /clock"),
+    ("namespace", "", "namespace of the node"),
+    ("log_level", "info", "debug | info | warn | error"),
+)
+
+
+def train_node(context):
+    value = {name: LaunchConfiguration(name).perform(context) for name, *_ in PARAMETERS + OTHERS}
+    given = {parameter: kind(value[name]) for name, parameter, kind, _ in PARAMETERS if value[name]}
+    given["use_sim_time"] = value["use_sim_time"].lower() in ("true", "1", "yes")
+    return [Node(
+        package="spirula_ros", executable="train_node", name="spirula", namespace=value["namespace"], output="screen",
+        parameters=[*([value["config"]] if value["config"] else []), given],
+        arguments=["--ros-args", "--log-level", f"spirula:={value['log_level']}"],
+        sigterm_timeout="30", sigkill_timeout="30",  # a large map takes a while to save
+        on_exit=Shutdown(reason="train_node ended"))]
+
+
+def fastdds_profile():
+    """Shared memory large enough for images; with Fast DDS's defaults nearly every best-effort image is lost."""
+    names = ("FASTDDS_DEFAULT_PROFILES_FILE", "FASTRTPS_DEFAULT_PROFILES_FILE")  # Fast DDS 3, 2
+    if any(os.environ.get(name) for name in names):
+        return []
+    return [SetEnvironmentVariable(name, [FindPackageShare("spirula_ros"), "/config/fastdds.xml"]) for name in names]
+
+
+def generate_launch_description():
+    return LaunchDescription([
+        *(DeclareLaunchArgument(name, default_value="", description=f"{text} [{parameter}]") for name, parameter, _, text in PARAMETERS),
+        *(DeclareLaunchArgument(name, default_value=default, description=text) for name, default, text in OTHERS),
+        *fastdds_profile(),
+        OpaqueFunction(function=train_node)])
