@@ -135,6 +135,19 @@ def test_flat_and_equal_images_are_no_trouble():
         assert np.isfinite(v_rgb).all()
 
 
+@pytest.mark.parametrize("unknown", [np.nan, np.inf, -np.inf, -1.0, 1e-30])
+def test_depth_that_is_none_counts_as_unknown(unknown):
+    view, rng = view_of(*cameras(1, 20, 20), 20, 20, 0), np.random.default_rng(0)
+    images = [rng.random((1, 20, 20, 3)), rng.random((1, 20, 20)), rng.random((1, 20, 20))]
+    target, depth = rng.integers(0, 256, (1, 20, 20, 3)), rng.uniform(1, 2, (1, 20, 20))
+    hole = rng.random(depth.shape) < 0.4
+    want, *v_want = Context().loss(view, images, target_of(target, np.where(hole, 0, depth)), hyper_of())
+    got, *v_got = Context().loss(view, images, target_of(target, np.where(hole, unknown, depth)), hyper_of())
+    assert got.loss == want.loss and got.depth > 0
+    for a, b in zip(v_got, v_want):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_everything_masked_is_zero():
     view, rng = view_of(*cameras(1, 20, 20), 20, 20, 0), np.random.default_rng(0)
     images = [rng.random((1, 20, 20, 3)), rng.random((1, 20, 20)), rng.random((1, 20, 20))]

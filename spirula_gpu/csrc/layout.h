@@ -25,6 +25,8 @@ enum : int64_t {
 
 constexpr float SPL_ALPHA_MIN = 1.0f / 255.0f;
 constexpr float SPL_ALPHA_MAX = 0.999f;
+constexpr float SPL_COLOR_MAX = 1e6f;   // a splat of a colour beyond this, or NaN, is not drawn
+constexpr float SPL_DEPTH_MIN = 1e-4f;  // m: a measurement below this is none
 constexpr float SPL_T_MIN = 1e-4f;  // a pixel is finished before the Gaussian that would bring its transmittance here
 
 enum Category { SPL_SPLAT, SPL_SPLAT_X_IMG, SPL_IMAGE, SPL_APPEARANCE, SPL_VIEWER, SPL_OTHER, SPL_N_CATEGORIES };

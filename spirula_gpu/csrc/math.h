@@ -134,7 +134,7 @@ SPL_FN float cutoff(float opacity) { return 2.0f * logf(opacity * (1.0f / SPL_AL
 // False: not visible. Anything non-finite is not visible.
 SPL_FN bool project(const Gaussian& g, const Camera& cam, Screen& s, Box& box) {
   Projection o;
-  if (!(g.opacity >= SPL_ALPHA_MIN) || !project_center(g.mean, cam, o.p)) return false;
+  if (!(g.opacity >= SPL_ALPHA_MIN) || !finite(g.opacity) || !project_center(g.mean, cam, o.p)) return false;
   const float rz = 1.0f / o.p.z;
   s.x = cam.fx * o.p.x * rz + cam.cx;
   s.y = cam.fy * o.p.y * rz + cam.cy;

@@ -121,7 +121,7 @@ typedef struct {
 
 typedef struct {
   int64_t struct_size;
-  float *means, *quats, *log_scales, *logit_opacities, *sh; /* as spl_gaussians; every element is written */
+  float *means, *quats, *log_scales, *logit_opacities, *sh; /* as spl_gaussians; every element is written, 0 for a Gaussian whose gradient overflows */
   float* viewmats;                                          /* [C,4,4] or NULL */
 } spl_gaussian_grads;
 

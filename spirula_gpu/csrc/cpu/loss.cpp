@@ -26,6 +26,8 @@ struct Weights { float l1, ssim, depth; };  // of one unit of loss per pixel (an
 
 static SPL_FN bool shown(const spl_target& t, int64_t pixel) { return !t.mask || t.mask[pixel]; }
 
+SPL_FN static bool known(float depth) { return depth >= SPL_DEPTH_MIN && finite(depth); }
+
 // Pass 1: SSIM of one channel of one tile; returns the sum over its pixels.
 SPL_HOT static double ssim_tile(const View& v, const Images& im, int camera, int x0, int y0, int channel) {
   float x[PATCH][STRIDE] = {}, y[PATCH][STRIDE] = {};
@@ -110,9 +112,10 @@ static double depth_tile(const View& v, const Images& im, const Weights& w, int 
   for (int y = y0; y < std::min(y0 + L, v.height); ++y)
     for (int x = x0; x < std::min(x0 + L, v.width); ++x) {
       const int64_t at = ((int64_t)camera * v.height + y) * v.width + x;
-      const float d = im.target->depth && shown(*im.target, at) ? im.target->depth[at] : 0.0f;
+      const float measured = im.target->depth && shown(*im.target, at) ? im.target->depth[at] : 0.0f;
+      const float d = known(measured) ? measured : 0.0f;
       float g = 0;
-      if (d > 0 && finite(d)) {
+      if (d > 0) {
         const float e = im.depth[at] - (1.0f - im.T[at]) * d;
         sum += fabsf(e) / d;
         g = w.depth * (e > 0 ? 1.0f : e < 0 ? -1.0f : 0.0f) / d;
@@ -130,7 +133,7 @@ static void count_pixels(const spl_ctx& c, const View& v, const spl_target& t, i
   for (int64_t i = 0; i < pixels; ++i) {
     const bool s = shown(t, i);
     n += s;
-    m += s && t.depth && t.depth[i] > 0 && finite(t.depth[i]);
+    m += s && t.depth && known(t.depth[i]);
   }
   shown_px = n; depth_px = m;
 }

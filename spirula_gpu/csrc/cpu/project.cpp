@@ -81,6 +81,8 @@ SPL_HOT static void compact_block(const Source& s, const View& v, int64_t block,
     screen.r = s.direct_rgb ? color.x : clamp0(color.x);
     screen.g = s.direct_rgb ? color.y : clamp0(color.y);
     screen.b_ = s.direct_rgb ? color.z : clamp0(color.z);
+    const bool sane = fabsf(color.x) <= SPL_COLOR_MAX && fabsf(color.y) <= SPL_COLOR_MAX && fabsf(color.z) <= SPL_COLOR_MAX;
+    if (!sane) screen.opacity = 0;  // hits no tile
     const Box16 q = encode_box(box, cam.width, cam.height);
     out.gaussian[slot] = (uint32_t)gi;
     out.camera[slot] = (uint16_t)ci;

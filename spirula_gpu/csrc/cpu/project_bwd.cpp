@@ -28,6 +28,17 @@ static SPL_FN Gaussian activated(const Source& s, int64_t i) {
 
 struct Total { GaussianGrad g; float sh[48]; float weight, error, nearest_z; };
 
+static SPL_FN bool all_finite(const CameraGrad& v) {
+  float sum = v.t.x + v.t.y + v.t.z;
+  for (int k = 0; k < 9; ++k) sum += v.R.m[k];
+  return finite(sum);
+}
+
+static SPL_FN void add(CameraGrad& to, const CameraGrad& v) {
+  for (int k = 0; k < 9; ++k) to.R.m[k] += v.R.m[k];
+  to.t = to.t + v.t;
+}
+
 // All pairs [begin, end) of one Gaussian. v_cam: [C] or null.
 static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64_t end, Total& t, CameraGrad* v_cam) {
   const int64_t gi = w.gaussian[begin];
@@ -35,14 +46,17 @@ static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64
   for (int64_t p = begin; p < end; ++p) {
     const int ci = w.camera[p];
     const Camera& cam = w.v.cameras[ci];
+    if (w.first[p] == w.first[p + 1]) continue;  // its box holds no pixel centre that it reaches
     float v[SPL_VGRAD_FLOATS];
     add_slots(w, p, v);
+    CameraGrad by_camera{};
     t.weight += v[10];
     t.error += v[11];
     t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
-    project_bwd(g, cam, v, t.g, v_cam ? v_cam + ci : nullptr);
+    project_bwd(g, cam, v, t.g, v_cam ? &by_camera : nullptr);
     if (w.s.direct_rgb) {
       for (int k = 0; k < 3; ++k) t.sh[k] += v[7 + k];
+      if (v_cam && all_finite(by_camera)) add(v_cam[ci], by_camera);
       continue;
     }
     const Vec3 color = sh_color(w.v.sh_degree, sh, g.mean, cam.center);
@@ -53,12 +67,20 @@ static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64
     // camera centre = -R^T t: dL/dcentre = -vm
     const float tt[3] = {cam.t.x, cam.t.y, cam.t.z}, vv[3] = {vm.x, vm.y, vm.z};
     for (int i = 0; i < 3; ++i)
-      for (int j = 0; j < 3; ++j) v_cam[ci].R.m[3 * i + j] += tt[i] * vv[j];
-    v_cam[ci].t = v_cam[ci].t + mul(cam.R, vm);
+      for (int j = 0; j < 3; ++j) by_camera.R.m[3 * i + j] += tt[i] * vv[j];
+    by_camera.t = by_camera.t + mul(cam.R, vm);
+    if (all_finite(by_camera)) add(v_cam[ci], by_camera);
   }
 }
 
+static SPL_FN bool all_finite(const Total& t, int sh_floats) {
+  float sum = t.g.mean.x + t.g.mean.y + t.g.mean.z + t.g.quat.w + t.g.quat.x + t.g.quat.y + t.g.quat.z + t.g.scale.x + t.g.scale.y + t.g.scale.z + t.g.opacity;
+  for (int k = 0; k < sh_floats; ++k) sum += t.sh[k];
+  return finite(sum);
+}
+
 static SPL_FN void write_grads(const Work& w, int64_t gi, const Gaussian& g, const Total& t) {
+  if (!all_finite(t, w.s.sh_floats)) return;  // stays 0, as cleared
   const spl_gaussian_grads& o = w.sink.grads;
   const float ds[3] = {w.s.activated ? 1 : g.scale.x, w.s.activated ? 1 : g.scale.y, w.s.activated ? 1 : g.scale.z};
   const float mean[3] = {t.g.mean.x, t.g.mean.y, t.g.mean.z}, scale[3] = {t.g.scale.x * ds[0], t.g.scale.y * ds[1], t.g.scale.z * ds[2]};
@@ -68,12 +90,6 @@ static SPL_FN void write_grads(const Work& w, int64_t gi, const Gaussian& g, con
   memcpy(o.log_scales + 3 * gi, scale, sizeof scale);
   o.logit_opacities[gi] = t.g.opacity * (w.s.activated ? 1.0f : g.opacity * (1 - g.opacity));
   memcpy(o.sh + gi * w.s.sh_floats, t.sh, w.s.sh_floats * sizeof(float));
-}
-
-static SPL_FN bool all_finite(const Total& t, int sh_floats) {
-  float sum = t.g.mean.x + t.g.mean.y + t.g.mean.z + t.g.quat.w + t.g.quat.x + t.g.quat.y + t.g.quat.z + t.g.scale.x + t.g.scale.y + t.g.scale.z + t.g.opacity;
-  for (int k = 0; k < sh_floats; ++k) sum += t.sh[k];
-  return finite(sum);
 }
 
 static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Total& t) {
