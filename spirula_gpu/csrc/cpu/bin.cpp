@@ -7,30 +7,38 @@ namespace spl {
 
 constexpr int RADIX_BITS = 11, RADIX = 1 << RADIX_BITS;
 
+struct Keys { uint64_t* key; uint32_t *slot, *pair; uint64_t any, all; };  // any, all: OR and AND of the keys
+
+// The intersections of one pair, in its window [at, end). Counting and writing may round differently: what does not fit
+// is left out (it costs pixels, not memory), and what is missing is filled with a tile behind the last one.
+SPL_HOT static void write_pair(const Screen& s, Box16 box, const View& v, int64_t first_tile, uint32_t p, int64_t at, int64_t end, Keys& k) {
+  const TileRange r = tile_range(decode_box(box, (float)v.width, (float)v.height), v.tiles_x, v.tiles_y);
+  const float q = cutoff(fminf(s.opacity, 1.0f));
+  const uint64_t depth = depth_bits(s.depth);
+  auto put = [&](uint64_t key) {
+    k.key[at] = key; k.slot[at] = (uint32_t)at; k.pair[at] = p;
+    k.any |= key; k.all &= key;
+    ++at;
+  };
+  for (int ty = r.y0; ty < r.y1; ++ty)
+    for (int tx = r.x0; tx < r.x1; ++tx)
+      if (at < end && tile_hit(s, q, tx, ty, (float)v.width, (float)v.height)) put((uint64_t)(first_tile + (int64_t)ty * v.tiles_x + tx) << 32 | depth);
+  while (at < end) put((uint64_t)v.tiles() << 32 | 0xffffffffu);
+}
+
 static void write_keys(spl_ctx& c, const View& v, uint64_t* key, uint32_t* slot, uint64_t& any, uint64_t& all) {
   const Screen* screen = c.row<Screen>(R_SCREEN);
   const Box16* box = c.row<Box16>(R_BOX);
   const uint16_t* camera = c.row<uint16_t>(R_CAMERA);
   const int64_t* first = c.row<int64_t>(R_FIRST);
-  uint32_t* pair = c.row<uint32_t>(R_PAIR);
-  const int64_t nnz = c.counts[SPL_PAIRS] - 1, room = c.capacity[SPL_ISECTS];
+  const int64_t nnz = c.counts[SPL_PAIRS] - 1, room = c.capacity[SPL_ISECTS], per_camera = (int64_t)v.tiles_x * v.tiles_y;
   uint64_t or_bits = 0, and_bits = ~0ull;
-#pragma omp parallel for schedule(static) num_threads(c.threads) reduction(|:or_bits) reduction(&:and_bits)
-  for (int64_t p = 0; p < nnz; ++p) {
-    const Screen& s = screen[p];
-    const TileRange r = tile_range(decode_box(box[p], (float)v.width, (float)v.height), v.tiles_x, v.tiles_y);
-    const float q = cutoff(fminf(s.opacity, 1.0f));
-    const uint64_t depth = depth_bits(s.depth);
-    int64_t at = first[p];
-    const int64_t end = std::min(first[p + 1], room);  // a wrong count costs pixels, not memory
-    for (int ty = r.y0; ty < r.y1; ++ty)
-      for (int tx = r.x0; tx < r.x1; ++tx) {
-        if (!tile_hit(s, q, tx, ty, (float)v.width, (float)v.height) || at >= end) continue;
-        const uint64_t tile = ((uint64_t)camera[p] * v.tiles_y + ty) * v.tiles_x + tx, k = tile << 32 | depth;
-        key[at] = k; slot[at] = (uint32_t)at; pair[at] = (uint32_t)p;
-        or_bits |= k; and_bits &= k;
-        ++at;
-      }
+#pragma omp parallel num_threads(c.threads) reduction(|:or_bits) reduction(&:and_bits)
+  {
+    Keys k = {key, slot, c.row<uint32_t>(R_PAIR), 0, ~0ull};
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < nnz; ++p) write_pair(screen[p], box[p], v, camera[p] * per_camera, (uint32_t)p, first[p], std::min(first[p + 1], room), k);
+    or_bits |= k.any; and_bits &= k.all;
   }
   any = or_bits; all = and_bits;
 }

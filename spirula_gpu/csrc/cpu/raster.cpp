@@ -201,9 +201,13 @@ static SPL_FN void backprop_row(const Screen& k, VF dx, float dy, int32_t index,
   v.x += v_power * (k.a * dx + k.b * dy); v.y += v_power * (k.b * dx + k.c * dy);
 }
 
+static SPL_FN void clear_slot(const Rows& rows, int64_t i) {
+  memset(rows.v_isect + (int64_t)rows.slot[i] * SPL_VGRAD_FLOATS, 0, SPL_VGRAD_FLOATS * 4);
+}
+
 SPL_HOT static void backprop_tile(const View& v, const Rows& rows, const Tile& t, Upstream* u, int32_t deepest) {
   const VF px[HALVES] = {pixel_x(t, 0), pixel_x(t, 1)};
-  for (int64_t i = t.begin + deepest; i < t.end; ++i) memset(rows.v_isect + (int64_t)rows.slot[i] * SPL_VGRAD_FLOATS, 0, SPL_VGRAD_FLOATS * 4);
+  for (int64_t i = t.begin + deepest; i < t.end; ++i) clear_slot(rows, i);
   for (int64_t i = t.begin + deepest - 1; i >= t.begin; --i) {
     const uint32_t slot = rows.slot[i], pair = rows.pair[slot];
     const Screen k = rows.screen[pair];
@@ -226,7 +230,8 @@ SPL_HOT static void backprop_tile(const View& v, const Rows& rows, const Tile& t
 void raster_bwd(spl_ctx& c, const View& v) {
   begin_phase(c, SPL_RASTER_BWD);
   const Rows rows = rows_of(c);
-  const int64_t tiles = v.tiles();
+  const int64_t tiles = v.tiles(), n = rows.start[tiles], all = c.row<int64_t>(R_FIRST)[c.counts[SPL_PAIRS] - 1];
+  for (int64_t i = n; i < all; ++i) clear_slot(rows, i);  // intersections without a tile (see write_pair)
 #pragma omp parallel for schedule(dynamic, 1) num_threads(c.threads)
   for (int64_t i = 0; i < tiles; ++i) {
     const Tile t = tile_at(v, i, rows.start);
