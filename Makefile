@@ -34,7 +34,7 @@ develop: build lib
 # For developers: the native library alone, into spirula_gpu/lib of the checkout.
 lib:
 	PATH="$$PATH:$(venv)/bin" && cmake -S . -B build/lib -DSPIRULA_MESSAGES=OFF $(CMAKE_ARGS) > build/lib.log 2>&1 || { cat build/lib.log; exit 1; } \
-	  && cmake --build build/lib --parallel && mkdir -p spirula_gpu/lib && cp build/lib/libspirula_*.so spirula_gpu/lib/
+	  && cmake --build build/lib --parallel && mkdir -p spirula_gpu/lib && install build/lib/libspirula_*.so spirula_gpu/lib/
 
 clean:
 	rm -rf build install log $(OUT) spirula_gpu/lib *.egg-info $(stamps)/installed

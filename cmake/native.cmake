@@ -9,7 +9,9 @@ function(spirula_library name)
   target_compile_features(${name} PRIVATE cxx_std_17)
   set_target_properties(${name} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
   target_compile_options(${name} PRIVATE
-    $<$<COMPILE_LANGUAGE:CXX>:-O3 -fno-math-errno -fno-trapping-math -Wall -Wextra>)
+    $<$<COMPILE_LANGUAGE:CXX>:-O3 -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi>)
+  target_link_options(${name} PRIVATE -Wl,--version-script=${PROJECT_SOURCE_DIR}/cmake/exports.map)
+  set_target_properties(${name} PROPERTIES LINK_DEPENDS ${PROJECT_SOURCE_DIR}/cmake/exports.map)
   install(TARGETS ${name} LIBRARY DESTINATION ${PYTHON_INSTALL_DIR}/spirula_gpu/lib)
 endfunction()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-LAUNCH_TESTS = Path(sys.prefix) / "launch_tests"  # made by tools/test_ros.py where no ROS installation provides launch
+TEST_ROS = Path(sys.prefix) / "test_ros"  # made by tools/test_ros.py where no ROS installation provides launch
 
 # `python -m pytest` puts the working directory on sys.path, where the checkout's packages would hide the installed ones.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != CHECKOUT]
@@ -56,11 +56,11 @@ def launch_env() -> dict[str, str]:
     environment = dict(os.environ)
     if importlib.util.find_spec("launch_testing"):
         return environment
-    if not (LAUNCH_TESTS / "python" / "launch_testing").is_dir():
+    if not (TEST_ROS / "python" / "launch_testing").is_dir():
         remedy = "launch_testing is not there: run `make test`, which fetches it, or source a ROS installation"
         (pytest.fail if os.environ.get("SPIRULA_REQUIRE_LAUNCH") == "1" else pytest.skip)(remedy)
-    environment["PYTHONPATH"] = os.pathsep.join([str(LAUNCH_TESTS / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment["PATH"] = os.pathsep.join([str(LAUNCH_TESTS / "bin"), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([str(TEST_ROS / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PATH"] = os.pathsep.join([str(TEST_ROS / "bin"), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
     return environment
 
 

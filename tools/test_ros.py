@@ -1,21 +1,24 @@
-"""`make test`: the parts of ROS that tests use and no wheel of its own provides. Does nothing where a ROS installation has them.
+"""`make test`: the parts of ROS that tests use and that are not there: neither installed nor as wheels of their own.
 
 - launch, launch_ros, launch_testing and the `ros2` command: pure Python (Apache-2.0), taken out of one large wheel into
-  <venv>/launch_tests, which only the fixture `launch_env` puts on PYTHONPATH.
+  <venv>/test_ros, which only the fixture `launch_env` puts on PYTHONPATH.
 - tf2_msgs/TFMessage: generated into the venv.
+- colcon, in a virtual environment of its own (it brings another pytest): <venv>/test_ros/colcon.
 Nothing of this is part of the package or of what it depends on.
 """
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import venv
 import zipfile
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-LAUNCH_TESTS = Path(sys.prefix) / "launch_tests"
+TEST_ROS = Path(sys.prefix) / "test_ros"
 WHEEL = "isaacsim-ros2==6.2.0.0"
 FOLDER = "isaacsim/exts/isaacsim.ros2.core/jazzy/rclpy/"
 PACKAGES = ("launch", "launch_ros", "launch_testing", "launch_testing_ros", "launch_xml", "launch_yaml", "osrf_pycommon",
@@ -50,7 +53,7 @@ TF_PACKAGE = """<package format="3">
 def unpack_launch(work: Path) -> None:
     subprocess.check_call([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12",
                            "--platform", "manylinux_2_35_x86_64", "-d", work, WHEEL])
-    python = LAUNCH_TESTS / "python"
+    python = TEST_ROS / "python"
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         for name in wheel.namelist():
             inner = name.removeprefix(FOLDER)
@@ -58,7 +61,7 @@ def unpack_launch(work: Path) -> None:
                 (python / inner).parent.mkdir(parents=True, exist_ok=True)
                 (python / inner).write_bytes(wheel.read(name))
     for command, module in {"ros2": "ros2cli.cli", "launch_test": "launch_testing.launch_test"}.items():
-        script = LAUNCH_TESTS / "bin" / command
+        script = TEST_ROS / "bin" / command
         script.parent.mkdir(exist_ok=True)
         script.write_text(f"#!{sys.executable}\nimport sys\n\nfrom {module} import main\n\nsys.exit(main())\n")
         script.chmod(0o755)
@@ -81,12 +84,19 @@ def build_tf2_msgs(work: Path) -> None:
         subprocess.check_call(["cmake", *command], env=environment, stdout=subprocess.DEVNULL)
 
 
+def install_colcon() -> None:
+    venv.create(TEST_ROS / "colcon", with_pip=True, clear=True)
+    subprocess.check_call([TEST_ROS / "colcon" / "bin" / "python", "-m", "pip", "install", "-q", "colcon-common-extensions==0.3.0"])
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         if not importlib.util.find_spec("launch_testing"):
             unpack_launch(Path(work))
         if not importlib.util.find_spec("tf2_msgs"):
             build_tf2_msgs(Path(work) / "tf2_msgs")
+    if not shutil.which("colcon"):
+        install_colcon()
 
 
 if __name__ == "__main__":
