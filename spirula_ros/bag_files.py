@@ -133,6 +133,7 @@ def _string(data: memoryview, at: int) -> tuple[str, int]:
 def _scan_sqlite3(path: Path) -> Iterator[tuple[int, str, str, int, bytes]]:
     db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
     try:
+        db.execute("PRAGMA writable_schema = ON")  # without it SQLite refuses a file that is shorter than its header says
         topics: dict[int, tuple[str, str]] = {
             cid: (name, kind) for cid, name, kind, form in db.execute("SELECT id, name, type, serialization_format FROM topics") if form == "cdr"}
         for cid, stamp, raw in db.execute("SELECT topic_id, timestamp, data FROM messages ORDER BY id"):

@@ -136,6 +136,8 @@ def _storage_files(path: Path) -> list[Path]:
     """The files that hold messages, in recorded order."""
     if not path.exists():
         raise BagError(f"{path}: does not exist")
+    if path.is_file() and path.stat().st_size == 0:
+        raise BagError(f"{path}: the recording is empty (0 bytes); record it again")
     if path.suffix == ".bag":
         raise BagError(f"{path}: this is a ROS 1 bag; convert it: pip install rosbags && rosbags-convert --src {path} --dst {path.with_suffix('')}")
     if path.is_file():
@@ -224,7 +226,7 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     image = choose("image", _image_score)
     compressed = "" if image else choose("compressed", _image_score)
     colour = image or compressed
-    info = choose("info", lambda t: _shared_prefix(t, colour) + 10 * (t == _sibling(colour, "camera_info")) - 50 * any(w in t for w in _OTHER_WORDS))
+    info = choose("info", lambda t: _shared_prefix(t, colour) + 100 * (t == _sibling(colour, "camera_info")) - 20 * any(w in t for w in _DEPTH_WORDS + _OTHER_WORDS))
     depth = choose("depth", lambda t: -1000 if "depth" not in t else 10 * ("aligned" in t or "registered" in t) + _shared_prefix(t, colour) - 5 * ("ompressed" in t))
     pose = choose("pose", lambda t: _shared_prefix(t, colour))
     odom = choose("odom", lambda t: _shared_prefix(t, colour))
@@ -232,7 +234,8 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     topics = Topics(image, compressed, depth, info, pose, odom, tf, choose("tf_static", lambda t: 0 if "static" in t else -1000), tuple(notes))
     lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry or TF)", pose or odom or tf)]
     if (missing := [what for what, topic in lacking if not topic]):
-        raise BagError(f"{bag.path}: no topic with {' and '.join(missing)}; the recording has:\n{_listing(bag)}")
+        why = f" ({bag.problem})" if bag.problem else ""
+        raise BagError(f"{bag.path}: no topic with {', '.join(missing)}{why}; the recording has:\n{_listing(bag)}")
     return topics
 
 
