@@ -1,11 +1,15 @@
 """The stages of the engine, one by one, through its buffers (arena_alias = 0 keeps them after a call)."""
+import ctypes
+import shutil
+import subprocess
+
 import numpy as np
 import pytest
 import torch
 
 import oracle
 import oracle_torch
-from abi import Context, hyper_of, target_of, view_of
+from abi import HEADER, Context, hyper_of, target_of, view_of
 from scenes import cameras, gaussians
 
 SCREEN = np.dtype([("xy", "f4", 2), ("conic", "f4", 3), ("opacity", "f4"), ("depth", "f4"), ("rgb", "f4", 3)])
@@ -64,6 +68,45 @@ def test_boxes_contain_the_ellipse_and_not_much_more(width, height):
     outward = np.array([1, 1, -1, -1]) * (box - decoded)  # > 0: the code lies outside the box
     assert (outward >= -ulps).all() and (outward <= extent / 65535 + ulps).all()
     assert (codes[:, 2:] > codes[:, :2]).all(), "what is visible has a box that is not empty"
+
+
+CODEC = """
+#include "math.h"
+extern "C" void codec(const float* lo, const float* hi, int n, float extent, unsigned short* codes, float* decoded) {
+  for (int i = 0; i < n; ++i) {
+    const spl::Box16 q = spl::encode_box({lo[i], lo[i], hi[i], hi[i]}, extent, extent);
+    const spl::Box b = spl::decode_box(q, extent, extent);
+    codes[2 * i] = q.x0; codes[2 * i + 1] = q.y1;
+    decoded[2 * i] = b.x0; decoded[2 * i + 1] = b.y1;
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    """encode_box and decode_box of math.h themselves: what the engine does not show is the float box before encoding."""
+    compiler = shutil.which("c++")
+    if not compiler:
+        pytest.skip("no C++ compiler here")
+    library = tmp_path_factory.mktemp("codec") / "codec.so"
+    subprocess.run([compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-I", HEADER.parent, "-x", "c++", "-", "-o", library], input=CODEC, text=True, check=True)
+    return ctypes.CDLL(str(library)).codec
+
+
+@pytest.mark.parametrize("extent", [1, 2, 16, 608, 1237, 3840, 6000, 32767])
+def test_the_decoded_box_contains_the_float_box_to_the_last_bit(codec, extent):
+    rng, n = np.random.default_rng(extent), 500_000
+    lo, hi = np.sort(rng.uniform(-0.1 * extent, 1.1 * extent, (2, n)), 0).astype(np.float32)
+    on_a_code = (rng.integers(0, 65536, n) * (extent / 65535)).astype(np.float32)  # where rounding goes wrong first
+    lo, hi = np.where(rng.random(n) < 0.5, on_a_code, lo), np.where(rng.random(n) < 0.5, on_a_code, hi)
+    codes, decoded = np.empty((n, 2), np.uint16), np.empty((n, 2), np.float32)
+    pointer = lambda a: ctypes.c_void_p(a.ctypes.data)
+    codec(pointer(lo), pointer(hi), n, ctypes.c_float(extent), pointer(codes), pointer(decoded))
+    lower, upper = np.clip(lo, 0, extent), np.clip(hi, 0, extent)
+    assert (decoded[:, 0] <= lower).all() and (decoded[:, 1] >= upper).all()
+    step = extent / 65535 + 2 * np.spacing(np.float32(extent))
+    assert (lower - decoded[:, 0]).max() <= step and (decoded[:, 1] - upper).max() <= step
 
 
 # ---- tiles and sorting

@@ -66,6 +66,17 @@ def test_saturated_pixels_keep_their_gradient():
     assert_gradients(got, reference(g, viewmats, Ks, width, height, 0, v))
 
 
+def test_no_gradient_flows_through_the_cap_of_alpha():
+    """At the centre alpha is capped at 0.999: the colour has a gradient, the opacity and the shape have none."""
+    g = oracle.Gaussians(np.array([[0, 0, 2.0]]), np.array([[1.0, 0, 0, 0]]), np.full((1, 3), 9.0), np.array([1.0]), np.array([[0.5, 0.5, 0.5]]))
+    view = view_of(np.eye(4)[None], np.array([[[10, 0, 2.5], [0, 10, 2.5], [0, 0, 1]]]), 5, 5, 0)
+    v_rgb = np.zeros((1, 5, 5, 3))
+    v_rgb[0, 2, 2] = 1
+    means, quats, scales, opacities, colors, _ = Context().backward(g, view, v_rgb, np.zeros((1, 5, 5)), np.zeros((1, 5, 5)))
+    np.testing.assert_allclose(colors, 0.999, rtol=1e-6)
+    assert not (means.any() or quats.any() or scales.any() or opacities.any())
+
+
 def test_rgb_colours():
     width, height = 20, 20
     g, (viewmats, Ks) = gaussians(40, 0, 33), cameras(1, width, height, 33)

@@ -178,6 +178,17 @@ def test_the_budget_holds(budget_mb):
     assert np.isfinite(rgb).all() and alpha.max() > 0
 
 
+def test_appending_alone_obeys_the_budget():
+    context = Context(max_gaussians=10_000_000, budget_bytes=32 << 20, sh_degree=1)
+    with pytest.raises(AbiError, match="> budget 32 MiB; raise engine.vram_budget_mb") as error:
+        for i in range(1000):
+            context.append(gaussians(3000, 1, i), owner=i)
+    assert error.value.status == CAPACITY and i > 5 and len(context) == 3000 * i
+    assert sum(r.capacity_bytes for r in context.report().values()) <= 32 << 20
+    np.testing.assert_array_equal(context.read("map.owner"), np.repeat(np.arange(i), 3000))
+    np.testing.assert_array_equal(context.read("map.mean", 3000 * (i - 1)), gaussians(3000, 1, i - 1).means)
+
+
 @pytest.mark.parametrize("params, message", [(dict(sh_degree=4), "sh_degree 4"), (dict(max_gaussians=0), "max_gaussians 0"),
                                              (dict(threads=-1), "threads -1"), (dict(struct_size=4), "struct_size")])
 def test_a_wrong_create_is_refused(params, message):

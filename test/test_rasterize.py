@@ -57,6 +57,15 @@ def test_opaque_scene_closes_pixels():
     assert_images(got, g, viewmats, Ks, width, height, 0)
 
 
+def test_alpha_is_capped_and_the_layer_that_closes_is_not_added():
+    g = oracle.Gaussians(np.array([[0, 0, 2.0], [0, 0, 3], [0, 0, 4]]), np.tile([1.0, 0, 0, 0], (3, 1)), np.full((3, 3), 900.0), np.ones(3), np.eye(3))
+    K = np.array([[[10, 0, 2.5], [0, 10, 2.5], [0, 0, 1]]], np.float32)
+    rgb, alpha, depth = Context().forward(g, view_of(np.eye(4)[None], K, 5, 5, 0))
+    np.testing.assert_allclose(rgb[0], np.broadcast_to([0.999, 0, 0], (5, 5, 3)), rtol=1e-6)
+    np.testing.assert_allclose(alpha[0], 0.999, rtol=1e-6)
+    np.testing.assert_allclose(depth[0], 1.998, rtol=1e-6)
+
+
 def test_needles_and_near_giants():
     """Badly conditioned covariances: float32 keeps fewer digits, but no splat is lost or misplaced."""
     width, height, rng = 48, 40, np.random.default_rng(11)

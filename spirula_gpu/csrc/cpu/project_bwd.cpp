@@ -46,13 +46,13 @@ static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64
   for (int64_t p = begin; p < end; ++p) {
     const int ci = w.camera[p];
     const Camera& cam = w.v.cameras[ci];
+    t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
     if (w.first[p] == w.first[p + 1]) continue;  // its box holds no pixel centre that it reaches
     float v[SPL_VGRAD_FLOATS];
     add_slots(w, p, v);
     CameraGrad by_camera{};
     t.weight += v[10];
     t.error += v[11];
-    t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
     project_bwd(g, cam, v, t.g, v_cam ? &by_camera : nullptr);
     if (w.s.direct_rgb) {
       for (int k = 0; k < 3; ++k) t.sh[k] += v[7 + k];
@@ -92,6 +92,13 @@ static SPL_FN void write_grads(const Work& w, int64_t gi, const Gaussian& g, con
   memcpy(o.sh + gi * w.s.sh_floats, t.sh, w.s.sh_floats * sizeof(float));
 }
 
+static float correction(float beta, int steps) { return (float)(1.0 / (1.0 - std::pow((double)beta, steps))); }
+
+static SPL_FN AdamStep adam_step(const spl_ctx& c, const spl_hyper& h, int steps) {
+  if ((size_t)steps < c.adam_c1.size()) return {h.beta1, h.beta2, h.eps, c.adam_c1[steps], c.adam_c2[steps]};
+  return {h.beta1, h.beta2, h.eps, correction(h.beta1, steps), correction(h.beta2, steps)};
+}
+
 static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Total& t) {
   spl_ctx& c = w.c;
   const spl_hyper& h = *w.sink.hyper;
@@ -103,8 +110,7 @@ static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Tot
   const float reg = h.scale_reg * share / fmaxf(t.nearest_z, 1e-3f);
   t.g.scale = t.g.scale + Vec3{reg, reg, reg};
   int32_t& steps = c.row<int32_t>(R_STEPS)[gi];
-  const size_t k = std::min<size_t>(++steps, c.adam_c1.size() - 1);
-  const AdamStep a = {h.beta1, h.beta2, h.eps, c.adam_c1[k], c.adam_c2[k]};
+  const AdamStep a = adam_step(c, h, ++steps);
   auto update = [&](int row, int m_row, int v_row, int size, const float* grad, float lr) {
     float *x = c.row<float>(row) + gi * size, *m = c.row<float>(m_row) + gi * size, *v = c.row<float>(v_row) + gi * size;
     for (int i = 0; i < size; ++i) adam(x[i], m[i], v[i], grad[i], lr, a);
@@ -142,11 +148,11 @@ SPL_HOT static void backprop_pairs(const Work& w, int64_t begin, int64_t end, Ca
 
 static void prepare_adam(spl_ctx& c, const spl_hyper& h) {
   if (c.adam_beta1 == h.beta1 && c.adam_beta2 == h.beta2) return;
-  const int n = 1 << 14;  // beyond, beta^t is below a float's resolution for any beta2 <= 0.9990
+  const int n = 1 << 14;  // a table for most; adam_step computes the rest
   c.adam_c1.resize(n); c.adam_c2.resize(n);
   for (int t = 1; t < n; ++t) {
-    c.adam_c1[t] = (float)(1.0 / (1.0 - std::pow((double)h.beta1, t)));
-    c.adam_c2[t] = (float)(1.0 / (1.0 - std::pow((double)h.beta2, t)));
+    c.adam_c1[t] = correction(h.beta1, t);
+    c.adam_c2[t] = correction(h.beta2, t);
   }
   c.adam_beta1 = h.beta1; c.adam_beta2 = h.beta2;
 }
