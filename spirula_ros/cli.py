@@ -1,0 +1,251 @@
+"""`spirula`: make recordings, look at them, replay them. Exit status: 0 good, 2 bad input (one line says what), 1 internal."""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from .errors import InputError
+
+EXAMPLES = """examples:
+  spirula bag synthetic room                       a recording of a synthetic room, with ground truth
+  spirula replay room --lossless --out out         map it; report, pictures, .ply and mesh in out/
+  spirula replay drive.mcap --backend cuda         a recording of your own, in real time
+  spirula replay room --via-ros                    the same through real ROS 2 topics and the node
+  spirula params > my.yaml                         every parameter; then: spirula replay room --config my.yaml
+"""
+RGBD_EXAMPLES = """examples:
+  spirula bag from-rgbd seq-01 seq_bag --intrinsics "585 585 320 240" --size 320x240
+  spirula bag from-rgbd redkitchen kitchen --fps 7.5 --size 160x120 --color-f 525 --color-offset "-0.025 0 0"
+  spirula bag from-rgbd rgbd_dataset_freiburg1_desk desk --intrinsics "517.3 516.5 318.6 255.3"
+"""
+REPLAY_EXAMPLES = """examples:
+  spirula replay room --lossless --holdout 8 --out out
+  spirula replay drive --rate 0.5 --image-topic /front/image_raw --depth-topic /front/depth
+  spirula replay room --config redkitchen --set train.steps_per_frame=40 --refine-seconds 30
+"""
+TOPIC_KINDS = ("image", "compressed", "depth", "info", "pose", "odom", "tf", "tf_static")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except BrokenPipeError:  # `spirula params | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("spirula: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not _is_input_error(error):
+            raise
+        print(f"spirula: {error}", file=sys.stderr)
+        return 2
+
+
+def _is_input_error(error: Exception) -> bool:
+    from spirula_gpu.native import NativeError
+    return isinstance(error, InputError) or isinstance(error, NativeError) and error.kind in ("argument", "device")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _parser(argparse.ArgumentParser, prog="spirula", description="Live, photoreal 3D Gaussian maps from images and poses.", epilog=EXAMPLES)
+    top.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    add_replay(commands)
+    bag = commands.add_parser("bag", help="make or look at recordings").add_subparsers(metavar="COMMAND", required=True)
+    add_from_rgbd(bag)
+    add_synthetic(bag)
+    info = bag.add_parser("info", help="what a recording holds and which topics a replay would use")
+    info.add_argument("bag", metavar="BAG")
+    add_topics(info)
+    info.set_defaults(run=run_info)
+    params = commands.add_parser("params", help="print every parameter as a file for --config and ROS")
+    params.add_argument("--config", metavar="F", help="start from this file")
+    params.set_defaults(run=run_params)
+    return top
+
+
+def _parser(make, *args, **kw):
+    return make(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kw)
+
+
+class Version(argparse.Action):
+    """Reads the version only when asked for."""
+
+    def __call__(self, parser, *_):
+        from .share import version
+        print(f"spirula {version()}")
+        parser.exit()
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+def add_replay(commands) -> None:
+    p = _parser(commands.add_parser, "replay", help="map a recording", epilog=REPLAY_EXAMPLES,
+                description="Maps a rosbag2 recording (mcap or sqlite3) and writes report.json, renders/, compare.png, map.ply and mesh.ply.")
+    p.add_argument("bag", metavar="BAG", help="rosbag2 directory, .mcap or .db3 file")
+    p.add_argument("--out", metavar="DIR", default="spirula_out", help="where the results go (default: %(default)s)")
+    p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="engine (default: auto)")
+    p.add_argument("--config", metavar="F", help="parameter file, or the name of an installed one")
+    p.add_argument("--set", metavar="NAME=VALUE", dest="assignments", action="append", default=[], help="one parameter; may be repeated")
+    p.add_argument("--holdout", metavar="N", type=whole(0), help="every N-th frame only measures the map, 0 = none (default: 8)")
+    pace = p.add_mutually_exclusive_group()
+    pace.add_argument("--rate", metavar="R", type=positive, default=1.0, help="speed of the recording (default: 1, as recorded)")
+    pace.add_argument("--lossless", action="store_true", help="wait for the mapper instead of dropping; repeatable")
+    p.add_argument("--max-seconds", metavar="S", type=positive, help="stop stream and refinement after so long; what is there is reported")
+    p.add_argument("--refine-seconds", metavar="S", type=not_negative, default=0.0, help="train so long after the stream")
+    p.add_argument("--refine-steps", metavar="N", type=whole(0), default=0, help=".. or so many steps, whichever ends first")
+    p.add_argument("--seed", metavar="N", type=whole(0), help="of every random choice (default: 0)")
+    p.add_argument("--threads", metavar="N", type=whole(0), help="CPU threads of the engine (default: 0 = all cores)")
+    p.add_argument("--mesh", action=argparse.BooleanOptionalAction, default=True, help="write mesh.ply (default: yes)")
+    p.add_argument("--via-ros", action="store_true", help="start the node and play the recording to it through real topics (needs rclpy)")
+    add_topics(p)
+    p.set_defaults(run=run_replay)
+
+
+def add_topics(p: argparse.ArgumentParser) -> None:
+    topics = p.add_argument_group("topics", "chosen by type and name unless given; '' = do not use")
+    for kind in TOPIC_KINDS:
+        topics.add_argument(f"--{kind.replace('_', '-')}-topic", metavar="T")
+
+
+def topics_from(args) -> dict[str, str | None]:
+    return {kind: getattr(args, f"{kind}_topic") for kind in TOPIC_KINDS}
+
+
+def settings_from(args):
+    """The `Settings` that the options of `replay` describe."""
+    from .settings import settings
+    options = {"engine.backend": args.backend, "engine.seed": args.seed, "engine.threads": args.threads, "eval.holdout_every": args.holdout}
+    found = settings(args.config, options, args.assignments)
+    if "eval.holdout_every" not in found.given:
+        found = settings(args.config, {**options, "eval.holdout_every": 8}, args.assignments)
+    return found
+
+
+def run_replay(args) -> None:
+    if args.via_ros:
+        from .player import replay_via_ros
+        return replay_via_ros(args)
+    from .replay import ReplayOptions, replay
+    options = ReplayOptions(args.bag, args.out, topics_from(args), None if args.lossless else args.rate, args.max_seconds, args.refine_seconds,
+                            args.refine_steps, args.mesh)
+    print(replay(options, settings_from(args)))
+
+
+# ---- bag -------------------------------------------------------------------------------------------------------------
+
+def add_from_rgbd(commands) -> None:
+    p = _parser(commands.add_parser, "from-rgbd", help="a recording from a folder of colour and depth images with poses", epilog=RGBD_EXAMPLES,
+                description="Layouts: 7scenes (frame-NNNNNN.color.jpg|png, .depth.png in mm, .pose.txt, camera-intrinsics.txt) and tum "
+                "(rgb.txt, depth.txt, groundtruth.txt, depth in 1/5000 m, intrinsics.txt with 'fx fy cx cy').")
+    p.add_argument("folder", metavar="FOLDER")
+    p.add_argument("out", metavar="OUT", help="the rosbag2 directory to make")
+    p.add_argument("--layout", choices=("auto", "7scenes", "tum"), default="auto")
+    p.add_argument("--fps", metavar="F", type=positive, help="frames per second of a layout without stamps (default: 30)")
+    p.add_argument("--size", metavar="WxH", type=size, help="shrink the images")
+    p.add_argument("--intrinsics", metavar="'fx fy cx cy'", type=numbers(4), help="of the depth images, in pixels (first pixel's centre at 0, 0)")
+    color = p.add_mutually_exclusive_group()
+    color.add_argument("--color-f", metavar="F", type=positive, help="focal length of a colour camera beside the depth camera, in pixels")
+    color.add_argument("--color-intrinsics", metavar="'fx fy cx cy'", type=numbers(4), help=".. or all its intrinsics")
+    p.add_argument("--color-offset", metavar="'x y z'", type=numbers(3), default=(0.0, 0.0, 0.0), help="X_color = X_depth + offset, metres")
+    add_bag_options(p)
+    p.add_argument("--max-frames", metavar="N", type=whole(1), help="only the first N")
+    p.set_defaults(run=run_from_rgbd)
+
+
+def run_from_rgbd(args) -> None:
+    from .rgbd import make_bag
+    make_bag(args.folder, args.out, layout=args.layout, fps=args.fps, size=args.size, intrinsics=args.intrinsics, color_f=args.color_f,
+             color_intrinsics=args.color_intrinsics, color_offset=args.color_offset, storage=args.storage, max_frames=args.max_frames)
+
+
+def add_synthetic(commands) -> None:
+    p = commands.add_parser("synthetic", help="a recording of a synthetic room, with ground truth",
+                            description="Also writes OUT.truth.npz: stamps, poses, camera, and points on the true surfaces.")
+    p.add_argument("out", metavar="OUT", help="the rosbag2 directory to make")
+    p.add_argument("--frames", metavar="N", type=whole(2), default=150, help="(default: %(default)s)")
+    p.add_argument("--size", metavar="WxH", type=size, default=(160, 120), help="(default: 160x120)")
+    p.add_argument("--fps", metavar="F", type=positive, default=15.0, help="(default: %(default)s)")
+    p.add_argument("--seed", metavar="N", type=whole(0), default=0, help="of the textures (default: %(default)s)")
+    add_bag_options(p)
+    p.set_defaults(run=run_synthetic)
+
+
+def run_synthetic(args) -> None:
+    from .synthetic import make_bag
+    make_bag(args.out, frames=args.frames, size=args.size, fps=args.fps, seed=args.seed, storage=args.storage)
+
+
+def add_bag_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--storage", choices=("mcap", "sqlite3"), default="mcap", help="(default: %(default)s)")
+
+
+def run_info(args) -> None:
+    from . import bags
+    with bags.open_bag(args.bag) as bag:
+        print(f"{bag.path}: {bag.duration_s:.2f} s" + (f"; incomplete: {bag.problem}" if bag.problem else ""))
+        for topic, info in bag.topics.items():
+            print(f"  {topic}  {info.type}  {info.count}")
+        topics = bags.pick_topics(bag, topics_from(args))
+        print("a replay uses: " + ", ".join(f"{kind} {topic}" for topic, kind in topics.chosen().items()))
+        for note in topics.notes:
+            print(note)
+
+
+def run_params(args) -> None:
+    from .params import yaml_text
+    from .settings import read_file, settings
+    values = read_file(args.config) if args.config else {}
+    settings(None, values, [])  # refuses what no row allows
+    print(yaml_text(values), end="")
+
+
+# ---- argument types --------------------------------------------------------------------------------------------------
+
+def positive(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' must be above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' must be 0 or more")
+    return value
+
+
+def whole(low: int):
+    def whole_number(text: str) -> int:
+        if (value := int(text)) < low:
+            raise argparse.ArgumentTypeError(f"'{text}' must be {low} or more")
+        return value
+    return whole_number
+
+
+def size(text: str) -> tuple[int, int]:
+    try:
+        width, height = (int(word) for word in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}': write it as 160x120") from None
+    if not (1 <= width <= 32767 and 1 <= height <= 32767):
+        raise argparse.ArgumentTypeError(f"'{text}': both must be 1..32767")
+    return width, height
+
+
+def numbers(count: int):
+    def several_numbers(text: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(word) for word in text.replace(",", " ").split())
+        except ValueError:
+            values = ()
+        if len(values) != count or not all(abs(v) < float("inf") for v in values):
+            raise argparse.ArgumentTypeError(f"'{text}': {count} numbers are needed")
+        return values
+    return several_numbers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

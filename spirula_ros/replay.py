@@ -1,0 +1,245 @@
+"""`spirula replay`: a recording through Intake and Mapper in one process, without ROS, and the report at the end.
+
+Lossless: one thread, frame after frame, steps counted and not timed: the same recording and seed give the same map.
+At a rate: the mapper's own thread, frames at the times they were recorded, dropped when it cannot keep up.
+"""
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Callable, TextIO
+
+from tqdm import tqdm
+
+from spirula_gpu.config import Config, rows
+
+from . import bags
+from .convert import BadMessage
+from .errors import InputError
+from .finish import wait_until_idle
+from .intake import Intake, IntakeConfig
+from .report import prepare_folder, write_report
+from .settings import Settings
+
+SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    bag: str
+    out: str
+    topics: dict[str, str | None]   # overrides for bags.pick_topics
+    rate: float | None = 1.0        # None: lossless
+    max_seconds: float | None = None
+    refine_seconds: float = 0.0
+    refine_steps: int = 0
+    mesh: bool = True
+
+
+def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Config], Any] | None = None, screen: TextIO = sys.stderr) -> str:
+    """Runs it, writes the report and returns its sentence. Raises InputError, NativeError (the engine cannot start), and
+    RuntimeError if the mapper fails on the way."""
+    out = prepare_folder(options.out)
+    with bags.open_bag(options.bag) as bag:
+        topics = bags.pick_topics(bag, options.topics)
+        for note in topics.notes:
+            print(note, file=screen)
+        if make_mapper is None:
+            from spirula_gpu.mapper import Mapper as make_mapper
+        mapper = make_mapper(settings.config)
+        try:
+            run = Run(bag, topics, mapper, options, settings)
+            with StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
+                timing = run.train(stop, progress)
+                outcome = run.report(out, timing)
+        finally:
+            mapper.stop()
+    if run.problem:
+        print(f"warning: {run.problem}", file=screen)
+    if mapper.ledger.counts().used == 0:
+        raise InputError(f"{options.bag}: not one frame could be used; " + run.intake.describe_silence().replace("\n", "; "))
+    return outcome
+
+
+class Run:
+    """One recording on its way through one mapper. stopped_early: '' | max_seconds | interrupted; problem: '' or what is
+    wrong with the recording's end."""
+
+    def __init__(self, bag: bags.Bag, topics: bags.Topics, mapper: Any, options: ReplayOptions, settings: Settings):
+        self.bag, self.topics, self.mapper, self.options, self.settings = bag, topics, mapper, options, settings
+        self.driver = Lossless(mapper) if options.rate is None else Live(mapper)
+        self.intake = Intake(intake_config_for(settings, topics), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
+                             clock=None if options.rate is None else time.monotonic)
+        self.problem = self.stopped_early = ""
+
+    def train(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
+        """The stream and the refinement after it. Returns how long they took."""
+        started = time.monotonic()
+        try:
+            self._stream(stop, progress)
+        except bags.BagError as error:
+            self.problem = str(error)
+        self.intake.flush()
+        self.driver.settle()
+        streamed = time.monotonic()
+        self._refine(stop, progress)
+        seconds = time.monotonic() - started
+        return {"seconds": round(seconds, 3), "stream_s": round(streamed - started, 3), "refine_s": round(seconds - (streamed - started), 3),
+                "steps_per_s": round(self.mapper.status().steps / max(seconds, 1e-9), 2)}
+
+    def _stream(self, stop: StopRequest, progress: Progress) -> None:
+        """Every message to the intake, in recorded order, at the rate."""
+        rate, first_ns, begin = self.options.rate, None, time.monotonic()
+        for message in bags.messages(self.bag, self.topics):
+            if rate is not None:
+                first_ns = message.recv_ns if first_ns is None else first_ns
+                stop.sleep_until(begin + (message.recv_ns - first_ns) / 1e9 / rate)
+            if stop.reason:
+                self.stopped_early = stop.reason
+                return
+            try:
+                self.intake.on(message.kind, message.msg)
+            except BadMessage as error:
+                self.intake.refused(message.kind, error)
+            progress.show(1)
+
+    def _refine(self, stop: StopRequest, progress: Progress) -> None:
+        """Training after the stream, until the first of the given limits."""
+        limit_s, limit_steps = self.options.refine_seconds, self.options.refine_steps
+        if not (limit_s or limit_steps) or not self.mapper.status().keyframes:
+            return
+        deadline = time.monotonic() + (limit_s or float("inf"))
+        target = self.mapper.status().steps + (limit_steps or sys.maxsize)
+        while (seconds := deadline - time.monotonic()) > 0 and (steps := target - self.mapper.status().steps) > 0:
+            if stop.reason:
+                self.stopped_early = self.stopped_early or stop.reason
+                return
+            self.driver.train(min(seconds, SLICE_S) if limit_s else None, min(steps, SLICE_STEPS))
+            progress.show(0)
+
+    def report(self, out: Path, timing: dict[str, float]) -> str:
+        extra = {"bag": Path(self.options.bag).name, "mode": "lossless" if self.options.rate is None else f"rate {self.options.rate:g}",
+                 "topics": self.topics.chosen(), "stopped_early": self.stopped_early, "bag_problem": self.problem,
+                 "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}
+        return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh)
+
+
+def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
+    """The intake's rows, with the source of poses and the use of depth that the recording allows unless the user said so."""
+    config = settings.ros.intake
+    if "intake.pose_source" not in settings.given:
+        config = replace(config, pose_source=topics.pose_source)
+    if "intake.depth" not in settings.given and not topics.depth:
+        config = replace(config, depth="ignore")
+    return config
+
+
+class Lossless:
+    """Drives a mapper without a thread: whatever a frame is due is done before the next one is read."""
+    def __init__(self, mapper: Any):
+        self.mapper = mapper
+
+    def take(self, frame) -> None:
+        self.mapper.submit(frame)
+        self.mapper.run_due()
+
+    def settle(self) -> None:
+        self.mapper.run_due()
+
+    def train(self, seconds: float | None, steps: int) -> None:
+        self.mapper.train(seconds=seconds, steps=steps)
+
+    def ask(self, name: str, *args: Any) -> Any:
+        future = self.mapper.command(name, *args)
+        while not future.done():
+            self.mapper.tick()
+        return future.result()
+
+
+class Live:
+    """Drives a mapper that has its own thread."""
+    def __init__(self, mapper: Any):
+        self.mapper = mapper
+        mapper.start()
+
+    def take(self, frame) -> None:
+        if self.mapper.status().state == "error":
+            raise RuntimeError(self.mapper.status().last_error)
+        self.mapper.submit(frame)
+
+    def settle(self) -> None:
+        wait_until_idle(self.mapper)
+
+    def train(self, seconds: float | None, steps: int) -> None:
+        self.ask("refine", min(seconds or SLICE_S, SLICE_S))
+
+    def ask(self, name: str, *args: Any) -> Any:
+        return self.mapper.command(name, *args).result()
+
+
+class StopRequest:
+    """Time is up, or the user pressed Ctrl-C: `reason` says which ('' = neither). A second Ctrl-C interrupts for real."""
+
+    def __init__(self, max_seconds: float | None):
+        self._deadline = time.monotonic() + (max_seconds or float("inf"))
+        self._interrupted = False
+
+    @property
+    def reason(self) -> str:
+        return "interrupted" if self._interrupted else "max_seconds" if time.monotonic() >= self._deadline else ""
+
+    def sleep_until(self, when: float) -> None:
+        while not self.reason and (left := min(when, self._deadline) - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+
+    def __enter__(self) -> "StopRequest":
+        here = threading.current_thread() is threading.main_thread()  # only there can signals be taken
+        self._before = {s: signal.signal(s, self._signalled) for s in (signal.SIGINT, signal.SIGTERM) if here}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for s, handler in self._before.items():
+            signal.signal(s, handler)
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
+        print("\ninterrupted: finishing with what is there (again to give up)", file=sys.stderr)
+
+
+class Progress:
+    """A bar on a terminal, otherwise a line every few seconds."""
+    BAR_S, LINE_S = 0.2, 3.0
+
+    def __init__(self, mapper: Any, total: int, screen: TextIO):
+        self._mapper, self._screen, self._done, self._total, self._shown = mapper, screen, 0, total, time.monotonic()
+        self._bar = tqdm(total=total, unit="msg", file=screen, dynamic_ncols=True, bar_format="{percentage:3.0f}% |{bar:20}| {elapsed} {postfix}") \
+            if screen.isatty() else None
+
+    def show(self, messages: int) -> None:
+        self._done += messages
+        if time.monotonic() - self._shown < (self.LINE_S if self._bar is None else self.BAR_S):
+            return
+        self._shown = time.monotonic()
+        if self._bar is None:
+            print(f"{100 * self._done // max(self._total, 1):3d}%  {self.figures()}", file=self._screen, flush=True)
+        else:
+            self._bar.n = self._done
+            self._bar.set_postfix_str(self.figures())
+
+    def figures(self) -> str:
+        s = self._mapper.status()
+        return (f"{s.frames.used}/{s.frames.frames_in} frames, {s.gaussians} Gaussians, {s.steps} steps ({s.steps_per_s:.1f}/s), loss {s.loss:.4f}, "
+                f"held-out {s.heldout_psnr:.2f} dB, {self._mapper.vram().total / 2**20:.0f} MiB")
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,178 @@
+"""What a run leaves behind: report.json, renders/<stamp_ns>.png of the held-out frames, compare.png, map.ply, mesh.ply.
+
+The same for `spirula replay`, in one process or through topics. Every file appears whole or not at all. report.json holds wall-clock
+values (and the process's own memory) under `seconds` and `timing` only, so that two runs that did the same are equal elsewhere.
+"""
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import cv2
+import numpy as np
+
+from spirula_gpu.ply import write_atomically
+
+from .errors import InputError
+from .share import version
+
+COMPARE_FRAMES = 4
+ERROR_FULL_SCALE = 0.25  # mean absolute difference of the channels that gets the brightest colour
+PANEL_WIDTH = 480
+
+Ask = Callable[..., Any]  # (command name, *arguments) -> its result
+
+
+def prepare_folder(out: str | Path) -> Path:
+    """The folder, made and proved writable before any work. Raises InputError."""
+    out = Path(out)
+    try:
+        (out / "renders").mkdir(parents=True, exist_ok=True)
+        probe = out / "renders" / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write into '{out}': {error.strerror}; choose another --out") from None
+    return out
+
+
+def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: float | None = None, timing: dict | None = None,
+                 extra: dict | None = None, mesh: bool = True) -> str:
+    """Measures the held-out frames and writes everything. Returns one sentence about the outcome. Raises InputError if `out` cannot
+    be written, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
+    out = prepare_folder(out)
+    ask = ask or (lambda name, *args: mapper.command(name, *args).result())
+    started = time.monotonic()
+    held_out = ask("evaluate")
+    timing = {**(timing or {}), "evaluate_s": round(time.monotonic() - started, 3), "process_bytes": mapper.vram().process}
+    report = compose(mapper, held_out, seconds, timing, extra or {})
+    write_renders(out / "renders", held_out)
+    if held_out:
+        write_png(out / "compare.png", compare_picture(held_out))
+    if report["gaussians"]:
+        _through_temporary(out / "map.ply", lambda path: ask("save_map", path))
+        if mesh:
+            _through_temporary(out / "mesh.ply", lambda path: ask("mesh", path))
+    write_atomically(out / "report.json", (json.dumps(report, indent=2) + "\n").encode())
+    return sentence(report, out)
+
+
+def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: dict) -> dict:
+    """The content of report.json."""
+    status, vram = mapper.status(), mapper.vram()
+    counts = mapper.ledger.counts()
+    report = {
+        "frames": {"in": counts.frames_in, "used": counts.used, "dropped": counts.dropped},
+        "keyframes": status.keyframes,
+        "gaussians": status.gaussians,
+        "steps": status.steps,
+        "seconds": seconds,
+        "heldout_psnr": _mean([h.psnr for h in held_out]),
+        "heldout_ssim": _mean([h.ssim for h in held_out]),
+        "train_psnr": status.train_psnr,
+        "vram": {category: capacity for category, (_, capacity) in sorted(vram.categories.items())},
+        "backend": mapper.backend,
+        "version": version(),
+        "vram_total": vram.total,
+        "arena_saved": vram.arena_saved,
+        "heldout": [{"stamp_ns": h.frame.stamp_ns, "psnr": h.psnr, "ssim": h.ssim} for h in held_out],
+        "timing": timing,
+        **extra,
+    }
+    return _without_nan(report)
+
+
+def sentence(report: dict, out: Path) -> str:
+    psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
+    frames = report["frames"]
+    return (f"{report['gaussians']} Gaussians, {report['keyframes']} keyframes, {report['steps']} steps; frames {frames['in']} in, {frames['used']} used, "
+            f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames; {out}/report.json")
+
+
+def write_renders(folder: Path, held_out: list) -> None:
+    """<stamp_ns>.png of every held-out frame at its full size; those of an earlier run go."""
+    names = {f"{h.frame.stamp_ns}.png" for h in held_out}
+    for old in folder.glob("*.png"):
+        if old.stem.isdigit() and old.name not in names:
+            old.unlink()
+    for h in held_out:
+        write_png(folder / f"{h.frame.stamp_ns}.png", h.rgb)
+
+
+def write_png(path: Path, rgb: np.ndarray) -> None:
+    write_atomically(path, cv2.imencode(".png", np.ascontiguousarray(rgb[..., ::-1]))[1].tobytes())
+
+
+# ---- compare.png -----------------------------------------------------------------------------------------------------
+
+def compare_picture(held_out: list) -> np.ndarray:
+    """[H,W,3] uint8: truth | render | error of a few held-out frames, evenly over the run, with a scale for the error."""
+    picked = [held_out[round(i)] for i in np.linspace(0, len(held_out) - 1, min(COMPARE_FRAMES, len(held_out)))]
+    widest = max(h.rgb.shape[1] for h in picked)
+    width = widest * max(1, round(PANEL_WIDTH / widest))
+    rows = [np.hstack([_label(_scaled(h.frame.rgb, width, cv2.INTER_CUBIC), "truth"),
+                       _label(_scaled(h.rgb, width, cv2.INTER_CUBIC), f"render  {h.psnr:.2f} dB"),
+                       _label(_scaled(false_color(h.rgb, h.frame.rgb), width, cv2.INTER_NEAREST), "error")]) for h in picked]
+    return np.vstack([*rows, _error_scale(3 * width, 2 * width)])
+
+
+def false_color(rgb: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """[H,W,3] uint8: mean absolute difference of the channels, black = 0 to yellow-white = ERROR_FULL_SCALE."""
+    error = np.abs(rgb.astype(np.float32) - truth).mean(-1) / 255
+    return _inferno(error / ERROR_FULL_SCALE)
+
+
+def _inferno(share: np.ndarray) -> np.ndarray:
+    return cv2.applyColorMap((np.clip(share, 0, 1) * 255).astype(np.uint8), cv2.COLORMAP_INFERNO)[..., ::-1]
+
+
+def _scaled(image: np.ndarray, width: int, interpolation: int) -> np.ndarray:
+    height = round(image.shape[0] * width / image.shape[1])
+    return cv2.resize(np.ascontiguousarray(image), (width, height), interpolation=interpolation)
+
+
+def _label(image: np.ndarray, text: str) -> np.ndarray:
+    image = np.ascontiguousarray(image)
+    (w, h), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.6, 1)
+    image[:h + 16, :w + 16] //= 3
+    cv2.putText(image, text, (8, h + 8), cv2.FONT_HERSHEY_SIMPLEX, 0.6, (255, 255, 255), 1, cv2.LINE_AA)
+    return image
+
+
+def _error_scale(width: int, left: int) -> np.ndarray:
+    """A strip with the colours of the error and what they mean, under the error column."""
+    strip = np.zeros((34, width, 3), np.uint8)
+    bar = np.broadcast_to(np.linspace(0, 1, width - left - 130)[None], (14, width - left - 130))
+    strip[10:24, left + 50:width - 80] = _inferno(bar)
+    for x, text in ((left + 30, "0"), (width - 72, f"{ERROR_FULL_SCALE:g} of 1")):
+        cv2.putText(strip, text, (x, 23), cv2.FONT_HERSHEY_SIMPLEX, 0.5, (220, 220, 220), 1, cv2.LINE_AA)
+    return strip
+
+
+# ---- details ---------------------------------------------------------------------------------------------------------
+
+def _through_temporary(path: Path, write: Callable[[str], Any]) -> None:
+    temporary = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    try:
+        write(str(temporary))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(v) for v in value]
+    if isinstance(value, (float, np.floating)):
+        return float(value) if math.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else value

@@ -1,0 +1,66 @@
+"""Both configurations of a run from a file, options and `--set name=value`, in this order of rising precedence."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from spirula_gpu.config import Config
+
+from . import params
+from .errors import InputError
+from .params import RosConfig
+from .share import share_directory
+
+
+class Settings(NamedTuple):
+    config: Config
+    ros: RosConfig
+    given: frozenset[str]  # names that were set by the user
+
+
+def settings(file: str | None, options: dict[str, Any], assignments: list[str]) -> Settings:
+    """options: {dotted name: value or None}, None = not given. Raises InputError."""
+    values = read_file(file) if file else {}
+    values.update({name: value for name, value in options.items() if value is not None})
+    values.update(read_assignments(assignments))
+    try:
+        ros, config = params.split(values)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return Settings(config, ros, frozenset(values))
+
+
+def read_file(name: str) -> dict[str, Any]:
+    """{dotted name: value} of a ROS parameter file or plain nested YAML; `name` is a path or that of an installed config/<name>.yaml."""
+    path = Path(name)
+    if not path.is_file():
+        path = share_directory() / "config" / f"{name}.yaml"
+    if not path.is_file():
+        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+        raise InputError(f"--config {name}: no such file, and no installed configuration of that name ({there})")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+        for value in list(tree.values()):
+            if isinstance(value, dict) and "ros__parameters" in value:
+                tree = value["ros__parameters"]
+                break
+        return {f"{group}.{leaf}": value for group, rows in tree.items() if group != "use_sim_time" for leaf, value in rows.items()}
+    except (yaml.YAMLError, AttributeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a parameter file (group: {{name: value}}): {error}") from None
+
+
+def read_assignments(assignments: list[str]) -> dict[str, Any]:
+    """{dotted name: value} of 'group.name=value'; the value is YAML, or the text itself where the row is text."""
+    defaults = {name: default for name, default, _ in params.rows()}
+    values = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise InputError(f"--set {assignment}: write group.name=value; `spirula params` lists the names")
+        try:
+            values[name] = text if isinstance(defaults.get(name), str) else yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise InputError(f"--set {assignment}: '{text}' is not a value") from None
+    return values
