@@ -44,7 +44,6 @@ $(python):
 	$(PYTHON) -m venv $(venv)
 
 $(stamps)/requirements: requirements-dev.txt | $(python)
-	tools/system_packages.sh $(PYTHON)
 	$(python) -m pip install -q -r requirements-dev.txt
 	@mkdir -p $(stamps) && touch $@
 

@@ -17,7 +17,8 @@ OURS = {"spirula_ros", "spirula_gpu"}
 ROSDEP = {  # import name -> rosdep key
     "numpy": "python3-numpy", "cv2": "python3-opencv", "open3d": "python3-open3d-pip", "rosbags": "python3-rosbags-pip",
     "torch": "python3-torch", "tqdm": "python3-tqdm", "yaml": "python3-yaml", "hypothesis": "python3-hypothesis",
-    "pytest": "python3-pytest", "lz4": "python3-rosbags-pip", "backports": "python3-rosbags-pip", "compression": "python3-rosbags-pip",
+    "plyfile": "python3-plyfile-pip", "pytest": "python3-pytest",
+    "lz4": "python3-rosbags-pip", "backports": "python3-rosbags-pip", "compression": "python3-rosbags-pip",
 }
 PIP = {"cv2": "opencv-python", "open3d": "open3d-cpu", "yaml": "pyyaml",  # where it differs from the import name
        "lz4": "rosbags", "backports": "rosbags", "compression": "rosbags"}  # what rosbags itself requires
@@ -35,6 +36,8 @@ def imported(*folders: str) -> set[str]:
                     names |= {alias.name.split(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.level == 0:
                     names.add(node.module.split(".")[0])
+                elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip" and isinstance(node.args[0], ast.Constant):
+                    names.add(node.args[0].value.split(".")[0])
     return names - set(sys.stdlib_module_names) - OURS
 
 
@@ -47,6 +50,14 @@ def test_package_xml_declares_exactly_what_is_imported():
     run_time = declared("depend", "exec_depend") - NOT_IMPORTED
     assert used - run_time == set(), "imported, not in package.xml"
     assert run_time - used == set(), "in package.xml, not imported"
+
+
+def test_package_xml_declares_what_tests_import():
+    ours = {file.stem for file in (CHECKOUT / "test").glob("*.py")}
+    used = {ROSDEP.get(name, name) for name in imported("test") - ours}
+    everything = declared("depend", "exec_depend", "test_depend")
+    assert used - everything == set()
+    assert {key for key in declared("test_depend") if key.startswith("python3-")} - used == set(), "no test imports it"
 
 
 def test_engine_needs_no_ros():
