@@ -174,7 +174,8 @@ def _open_reader(path: Path, bag_path: Path) -> Reader:
         reader.open()
         return reader
     except Exception as error:  # rosbags lets sqlite, zstd, struct, yaml and unicode errors through
-        raise BagError(f"{bag_path}: cannot be read ({str(error) or type(error).__name__}); a ROS 2 recording (CDR messages in mcap or sqlite3) is needed") from error
+        raise BagError(f"{bag_path}: cannot be read ({str(error) or type(error).__name__}); a ROS 2 recording (CDR messages in mcap or "
+                       "sqlite3) is needed") from error
 
 
 def messages(bag: Bag, topics: Topics) -> Iterator[BagMessage]:
@@ -226,12 +227,12 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     image = choose("image", _image_score)
     compressed = "" if image else choose("compressed", _image_score)
     colour = image or compressed
-    info = choose("info", lambda t: _shared_prefix(t, colour) + 100 * (t == _sibling(colour, "camera_info")) - 20 * any(w in t for w in _DEPTH_WORDS + _OTHER_WORDS))
-    depth = choose("depth", lambda t: -1000 if "depth" not in t else 10 * ("aligned" in t or "registered" in t) + _shared_prefix(t, colour) - 5 * ("ompressed" in t))
-    pose = choose("pose", lambda t: _shared_prefix(t, colour))
-    odom = choose("odom", lambda t: _shared_prefix(t, colour))
+    info = choose("info", lambda t: _info_score(t, colour))
+    depth = choose("depth", lambda t: _depth_score(t, colour))
+    pose, odom = (choose(kind, lambda t: _shared_prefix(t, colour)) for kind in ("pose", "odom"))
     tf = choose("tf", lambda t: -1000 if "static" in t else 0)
-    topics = Topics(image, compressed, depth, info, pose, odom, tf, choose("tf_static", lambda t: 0 if "static" in t else -1000), tuple(notes))
+    tf_static = choose("tf_static", lambda t: 0 if "static" in t else -1000)
+    topics = Topics(image, compressed, depth, info, pose, odom, tf, tf_static, tuple(notes))
     lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry or TF)", pose or odom or tf)]
     if (missing := [what for what, topic in lacking if not topic]):
         why = f" ({bag.problem})" if bag.problem else ""
@@ -243,6 +244,16 @@ def _image_score(topic: str) -> int:
     if any(w in topic for w in _DEPTH_WORDS):
         return -1000
     return 10 * any(w in topic for w in _GOOD_WORDS) - 20 * any(w in topic for w in _OTHER_WORDS) + 2 * ("rect" in topic) - 3 * ("right" in topic)
+
+
+def _info_score(topic: str, colour: str) -> int:
+    return _shared_prefix(topic, colour) + 100 * (topic == _sibling(colour, "camera_info")) - 20 * any(w in topic for w in _DEPTH_WORDS + _OTHER_WORDS)
+
+
+def _depth_score(topic: str, colour: str) -> int:
+    if not any(w in topic for w in _DEPTH_WORDS):
+        return -1000
+    return _shared_prefix(topic, colour) + 10 * ("aligned" in topic or "registered" in topic) - 5 * ("compressed" in topic.lower())
 
 
 def _sibling(topic: str, name: str) -> str:

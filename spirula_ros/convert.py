@@ -3,6 +3,7 @@
 """
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, Callable, NamedTuple
 
@@ -121,10 +122,13 @@ def depth_to_m(msg: Any, unit_m: float = 0.001) -> np.ndarray:
         raw = _pixels(msg, np.uint16, 1)
     elif msg.encoding == "32FC1":
         raw = _pixels(msg, np.float32, 1)
-        return np.where(np.isfinite(raw) & (raw > 0), raw, np.float32(0))
+        return np.where((raw > 0) & (raw < np.inf), raw, np.float32(0))  # NaN fails both
     else:
         raise BadMessage("unknown_encoding", f"depth encoding '{msg.encoding}' is not supported; use 32FC1 (m), 16UC1 or mono16 (mm); is it a depth topic?")
-    return np.where(raw == 65535, np.float32(0), raw * np.float32(unit_m))
+    depth_m = raw.astype(np.float32)
+    depth_m *= unit_m
+    depth_m[raw == 65535] = 0
+    return depth_m
 
 
 # ---------------------------------------------------------------------------------------------------------- camera
@@ -136,9 +140,9 @@ _POLYNOMIAL = ("", "none", "pinhole", "plumb_bob", "rational_polynomial", "brown
 def camera_from_info(msg: Any) -> Camera:
     """The pinhole camera of K (the RAW image), binning and region of interest applied, and 0.5 added to cx, cy (the
     engine counts from the corner of the first pixel, ROS from its centre). Raises BadMessage: uncalibrated."""
-    K = np.asarray(msg.k, np.float64).reshape(-1)
+    K = np.asarray(msg.k, np.float64).reshape(-1).tolist()
     if len(K) != 9 or not np.isfinite(K).all() or not (K[0] > 0 and K[4] > 0):
-        raise BadMessage("uncalibrated", f"CameraInfo has K = {K.tolist()}: fx and fy must be positive; calibrate the camera "
+        raise BadMessage("uncalibrated", f"CameraInfo has K = {K}: fx and fy must be positive; calibrate the camera "
                                          "(camera_calibration) or set camera_info_url in its driver")
     bin_x, bin_y = max(1, msg.binning_x), max(1, msg.binning_y)
     width, height = msg.roi.width or msg.width, msg.roi.height or msg.height
@@ -162,7 +166,7 @@ class Rectifier:
         size = (raw.width, raw.height)
         K = np.array([[raw.fx, 0, raw.cx - 0.5], [0, raw.fy, raw.cy - 0.5], [0, 0, 1]])
         new_K, _ = cv2.getOptimalNewCameraMatrix(K, distortion, size, 0)  # 0: keep only pixels that were seen
-        self.camera = Camera(*size, new_K[0, 0], new_K[1, 1], new_K[0, 2] + 0.5, new_K[1, 2] + 0.5)
+        self.camera = Camera(*size, float(new_K[0, 0]), float(new_K[1, 1]), float(new_K[0, 2]) + 0.5, float(new_K[1, 2]) + 0.5)
         self._maps = cv2.initUndistortRectifyMap(K, distortion, None, new_K, size, cv2.CV_32FC1)
 
     def rgb(self, image: np.ndarray) -> np.ndarray:
@@ -205,12 +209,13 @@ def pose_from_msg(msg: Any) -> np.ndarray:
         pose = msg.pose.pose if hasattr(msg.pose, "pose") else msg.pose
         t, q = pose.position, pose.orientation
     values = (t.x, t.y, t.z, q.x, q.y, q.z, q.w)
-    if not np.isfinite(values).all():
+    if not all(map(math.isfinite, values)):
         raise BadMessage("bad_pose", f"pose {values} is not finite; has its source lost tracking?")
-    norm = float(np.linalg.norm(values[3:]))
+    norm = math.sqrt(sum(v * v for v in values[3:]))
     if abs(norm - 1) > 1e-2:
-        raise BadMessage("bad_pose", f"quaternion (x, y, z, w) = {values[3:]} has norm {norm:.4g}, must be 1 to 0.01; its source must normalise it (all zeros: never set)")
-    return matrix_from_pose(values[:3], np.array(values[3:]) / norm)
+        raise BadMessage("bad_pose", f"quaternion (x, y, z, w) = {values[3:]} has norm {norm:.4g}, must be 1 to 0.01; its source must "
+                                     "normalise it (all zeros: never set)")
+    return matrix_from_pose(values[:3], [v / norm for v in values[3:]])
 
 
 # ------------------------------------------------------------------------------------------------ numpy -> messages

@@ -112,7 +112,8 @@ class Intake:
             return
         if len(self._waiting) == self.config.queue_frames:
             self._waiting.popleft()
-            self._drop(BadMessage("queue_full", f"{self.config.queue_frames} images wait for {self.waiting_for}; the oldest was dropped; limit intake.queue_frames"))
+            self._drop(BadMessage("queue_full", f"{self.config.queue_frames} images wait ({self.waiting_for}); the oldest was dropped; limit: "
+                                                "intake.queue_frames"))
         self._waiting.append(WaitingImage(stamp, self.config.camera_frame or msg.header.frame_id.lstrip("/"), rgb, self._now_s))
         self._advance()
 

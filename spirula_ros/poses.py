@@ -5,7 +5,7 @@ A lookup never extrapolates and never guesses: it returns T [4,4] float64, or a 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import numpy as np
 
@@ -23,9 +23,9 @@ class NoPose(NamedTuple):
         return self.kind in ("empty", "after_last", "no_chain")
 
 
-def matrix_from_pose(t: np.ndarray, q_xyzw: np.ndarray) -> np.ndarray:
+def matrix_from_pose(t: Sequence[float], q_xyzw: Sequence[float]) -> np.ndarray:
     """T [4,4] float64 from a translation [3] and a unit quaternion [4] in ROS order (x, y, z, w)."""
-    x, y, z, w = (float(v) for v in q_xyzw)
+    x, y, z, w = q_xyzw
     return np.array([
         [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w), t[0]],
         [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w), t[1]],

@@ -154,14 +154,17 @@ def test_held_out_counts_complete_frames_only():
 
 def test_distorted_images_are_rectified_with_their_depth():
     rig = Rig()
-    rig.info(d=[-0.2, 0, 0, 0, 0], f=10.0)
-    rig.depth(T0)
+    depth_m = np.arange(1, 1 + W * H, dtype=np.float32).reshape(H, W)
+    rig.info(d=[-0.3, 0, 0, 0, 0], f=5.0)
+    rig.intake.on_depth(m.image(T0, W, H, "32FC1", depth_m.tobytes()), 0.0)
     rig.pose(T0)
     rig.image(T0)
     frame, = rig.frames
-    lens = convert.rectifier_from_info(m.info(T0, W, H, 10.0, d=[-0.2, 0, 0, 0, 0]))
+    lens = convert.rectifier_from_info(m.info(T0, W, H, 5.0, d=[-0.3, 0, 0, 0, 0]))
     assert frame.camera == lens.camera != lens.raw
     np.testing.assert_array_equal(frame.rgb, lens.rgb(RGB))
+    np.testing.assert_array_equal(frame.depth_m, lens.depth(depth_m))
+    assert not np.array_equal(frame.depth_m, depth_m)
 
 
 def test_maps_are_made_once_and_again_when_the_camera_changes(monkeypatch):
@@ -389,17 +392,53 @@ def test_stamps_that_go_back_a_little():
 
 
 @pytest.mark.parametrize("mode", ["clock", "message time"])
-@pytest.mark.parametrize("image_first", [True, False])
-def test_a_looped_recording_maps_the_same_frames_again(image_first, mode):
+@pytest.mark.parametrize("order", [("image", "info", "depth", "pose"), ("image", "info", "pose", "depth"), ("pose", "depth", "info", "image")])
+@pytest.mark.parametrize("back", [0, 5 * S])
+def test_a_looped_recording_maps_the_same_frames_again(order, mode, back):
+    """Whatever jumps first. back: each loop starts that much earlier, so that no old stamp fits by accident."""
     rig = Rig(**({"clock": None} if mode == "message time" else {}))
-    order = ("image", "info", "depth", "pose") if image_first else ("pose", "depth", "info", "image")
     for loop in range(3):
         for i in range(20):
             rig.now = None if mode == "message time" else loop * 100.0 + i * 0.1
             for name in order:
-                getattr(rig, name)(T0 + i * PERIOD)
+                getattr(rig, name)(T0 - loop * back + i * PERIOD)
     rig.intake.flush()
     assert rig.dropped == {} and len(rig.frames) == 60 and rig.intake.time_jumps == 2
+
+
+def test_a_jump_forgets_bad_poses():
+    rig = Rig(depth="ignore")
+    rig.info()
+    rig.pose(T0, x=np.nan)
+    rig.image(T0)
+    rig.image(T0 + 50 * S)
+    rig.image(T0 + MS)
+    rig.expire()
+    assert rig.dropped == {"time_jump": 2, "no_pose": 1}
+
+
+def test_a_depth_image_from_the_future_is_forgotten():
+    rig = Rig()
+    rig.info()
+    rig.pose(T0)
+    rig.depth(T0 + 3600 * S)
+    rig.depth(T0 - 15 * MS, 1.0)
+    rig.image(T0)
+    rig.depth(T0 + 5 * MS, 3.0)
+    assert (rig.frames[0].depth_m == 3).all()
+
+
+def test_a_restarted_arrival_clock_starts_waiting_anew():
+    rig = Rig(depth="use_if_there")
+    rig.now = 100.0
+    rig.image(T0)
+    for rig.now, pending in ((5.0, 1), (5.9, 1), (6.0, 0)):
+        rig.intake.poll(rig.now)
+        assert rig.intake.pending == pending
+    rig.info()
+    rig.pose(T0 + PERIOD)
+    rig.image(T0 + PERIOD)  # and what was learnt about absent depth is learnt anew
+    assert rig.dropped == {"no_camera_info": 1} and len(rig.frames) == 1
 
 
 def test_images_from_before_a_jump_are_counted():

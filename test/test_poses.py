@@ -180,6 +180,8 @@ def test_a_loop_is_refused_and_a_new_parent_moves_the_frame():
     np.testing.assert_array_equal(tf.lookup("map", "camera", 0), at(3))
     tf.insert(10 * S, "odom", "camera", at(4))  # static -> moving, with another parent
     assert tf.lookup("odom", "camera", 9 * S).kind == "before_first"
+    tf.insert(11 * S, "base", "camera", at(5))  # moving -> moving: poses relative to the old parent are forgotten
+    assert tf.lookup("base", "camera", 10 * S).kind == "before_first"
 
 
 def test_a_restarted_clock_keeps_static_edges():
