@@ -76,8 +76,8 @@ def test_keep_moves_whole_gaussians_in_order(keep):
     assert context.read("map.owner")[-1] == 8 and not context.read("adam.m.sh")[-2:].any() and not context.read("adam.steps")[-2:].any()
 
 
-@pytest.mark.parametrize("copies", [1, 2, 5])
-def test_relocation(copies):
+@pytest.mark.parametrize("copies, min_opacity", [(1, 0.005), (2, 0.005), (5, 0.005), (3, 0.9)])
+def test_relocation(copies, min_opacity):
     context, g = Context(sh_degree=1), gaussians(20, 1, 4)
     context.append(g)
     rng = np.random.default_rng(2)
@@ -86,9 +86,9 @@ def test_relocation(copies):
     context.write("adam.steps", np.full(20, 50))
     before = context.map_rows()
     dst, src = np.arange(copies, dtype=np.int64), np.full(copies, 15, np.int64)
-    context.call("map_relocate", copies, dst, src, 0.005)
+    context.call("map_relocate", copies, dst, src, min_opacity)
     after, all_copies = context.map_rows(), [*dst, 15]
-    opacity, scales = oracle.relocated(float(g.opacities[15]), g.scales[15].astype(float), copies + 1, 0.005)
+    opacity, scales = oracle.relocated(float(g.opacities[15]), g.scales[15].astype(float), copies + 1, min_opacity)
     for i in all_copies:
         assert 1 / (1 + np.exp(-after["map.logit_opacity"][i])) == pytest.approx(opacity, rel=1e-4)
         np.testing.assert_allclose(np.exp(after["map.log_scale"][i]), scales, rtol=1e-4)
