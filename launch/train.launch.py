@@ -8,7 +8,8 @@ from launch import LaunchDescription
 from launch.actions import DeclareLaunchArgument, OpaqueFunction, SetEnvironmentVariable, Shutdown
 from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import Node
-from launch_ros.substitutions import FindPackageShare
+
+from spirula_ros.dds import fastdds_profile
 
 PARAMETERS = (  # argument, parameter, type, description
     ("image", "topics.image", str, "colour image topic; CompressedImage when it ends in /compressed"),
@@ -44,17 +45,9 @@ def train_node(context):
         on_exit=Shutdown(reason="train_node ended"))]
 
 
-def fastdds_profile():
-    """Shared memory large enough for images; with Fast DDS's defaults nearly every best-effort image is lost."""
-    names = ("FASTDDS_DEFAULT_PROFILES_FILE", "FASTRTPS_DEFAULT_PROFILES_FILE")  # Fast DDS 3, 2
-    if any(os.environ.get(name) for name in names):
-        return []
-    return [SetEnvironmentVariable(name, [FindPackageShare("spirula_ros"), "/config/fastdds.xml"]) for name in names]
-
-
 def generate_launch_description():
     return LaunchDescription([
         *(DeclareLaunchArgument(name, default_value="", description=f"{text} [{parameter}]") for name, parameter, _, text in PARAMETERS),
         *(DeclareLaunchArgument(name, default_value=default, description=text) for name, default, text in OTHERS),
-        *fastdds_profile(),
+        *(SetEnvironmentVariable(name, value) for name, value in fastdds_profile(os.environ).items()),
         OpaqueFunction(function=train_node)])

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from geometry_msgs.msg import PoseStamped
+from geometry_msgs.msg import PoseStamped, PoseWithCovarianceStamped, TransformStamped
 from nav_msgs.msg import Odometry
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CameraInfo, CompressedImage, Image
@@ -14,6 +14,8 @@ try:
     from tf2_msgs.msg import TFMessage
 except ImportError:  # on a ROS installation it is always there; the PyPI wheels have none
     TFMessage = None
+
+POSE_TYPES = {kind.__name__: kind for kind in (PoseStamped, PoseWithCovarianceStamped, TransformStamped)}
 
 
 @dataclass
@@ -45,7 +47,7 @@ def inputs_of(ros: RosConfig) -> list[Input]:
         depth_type = CompressedImage if topics.depth.endswith(("/compressed", "/compressedDepth")) else Image
         out.append(Input(topics.depth, "depth", depth_type, "topics.depth", sensors))
     if source != "tf":
-        out.append(Input(topics.pose, source, Odometry if source == "odom" else PoseStamped, "topics.pose", poses))
+        out.append(Input(topics.pose, source, Odometry if source == "odom" else POSE_TYPES[topics.pose_type], "topics.pose", poses))
     if source == "tf" and TFMessage is None:
         raise ValueError("intake.pose_source = tf needs the package tf2_msgs, which is not installed (ros-$ROS_DISTRO-tf2-msgs)")
     if source in ("tf", "odom") and TFMessage is not None:  # with odom: base -> camera

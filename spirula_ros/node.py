@@ -118,7 +118,7 @@ class TrainNode(Node):
 
     def _explain_silence(self, now: float) -> None:
         watch, silent_s = self.ros.watch, now - self._used_at
-        if silent_s < watch.silence_s or now - self._explained_at < (watch.repeat_s if self._hint else 0):
+        if silent_s < watch.silence_s or now < self._explained_at + (watch.repeat_s if self._hint else 0):
             return
         self._explained_at = now
         self._hint = explain(self, self.inputs, self.intake, silent_s)
@@ -184,6 +184,7 @@ class TrainNode(Node):
             response.success, response.message = False, "nowhere to write: set the parameter output.report_dir"
             return response
         self.intake.flush()
+        self._explained_at = float("inf")  # the recording is over: silence is no surprise
         return await self._answer(response, lambda: self._background.submit(finish, self.mapper, output, self._first_at or time.monotonic()), str)
 
     # ---- parameters ----

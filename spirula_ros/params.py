@@ -20,6 +20,7 @@ class TopicsConfig:
     camera_info: str = param("camera_info", "", "CameraInfo of the colour image")
     depth: str = param("depth", "", "depth Image registered to the colour image, 32FC1 m or 16UC1 mm; not used with intake.depth ignore")
     pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf")
+    pose_type: str = param("PoseStamped", "", "message of topics.pose with pose_source pose: PoseStamped | PoseWithCovarianceStamped | TransformStamped")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class WatchConfig:
 
 CHOICES = {
     "topics.image_transport": ("raw", "compressed"),
+    "topics.pose_type": ("PoseStamped", "PoseWithCovarianceStamped", "TransformStamped"),
     "qos.sensors": ("best_effort", "reliable"),
     "intake.pose_source": ("pose", "odom", "tf"),
     "intake.depth": ("require", "use_if_there", "ignore"),

@@ -4,8 +4,6 @@ SPIRULA_DDS_SECONDS=60 makes it the long run, which also asks that the node's me
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,38 +14,23 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 
 from robot import Robot
+from spirula_ros.dds import fastdds_profile
 from spirula_ros.msg import MapStatus
-from spirula_ros.share import share_directory
+from spirula_ros.node_process import NodeProcess
 
 SECONDS, HZ = float(os.environ.get("SPIRULA_DDS_SECONDS", 12)), 15
 LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 
 
-class NodeProcess:
-    """train_node in a session of its own; its output goes to a file."""
-
-    def __init__(self, folder: Path, domain: int, **parameters):
-        self.log = folder / "node.log"
-        arguments = [x for name, value in parameters.items() for x in ("-p", f"{name}:={value}")]
-        environment = {**os.environ, "ROS_DOMAIN_ID": str(domain), "FASTDDS_DEFAULT_PROFILES_FILE": str(share_directory() / "config" / "fastdds.xml")}
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen([Path(sys.executable).parent / "train_node", "--ros-args", *arguments], stdout=log, stderr=subprocess.STDOUT,
-                                            env=environment, start_new_session=True)
-
-    def rss_mb(self) -> float:
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS"):
-                return int(line.split()[1]) / 1024
-        raise AssertionError(f"the node has ended:\n{self.log.read_text()[-3000:]}")
-
-    def stop(self, number=signal.SIGINT) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+def rss_mb(node: NodeProcess) -> float:
+    node.check()
+    return int(next(line for line in Path(f"/proc/{node.process.pid}/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
 
 
 @pytest.fixture
 def context(ros_domain, monkeypatch):
-    monkeypatch.setenv("FASTDDS_DEFAULT_PROFILES_FILE", str(share_directory() / "config" / "fastdds.xml"))
+    for name, value in fastdds_profile(os.environ).items():
+        monkeypatch.setenv(name, value)
     context = rclpy.Context()
     rclpy.init(context=context, domain_id=ros_domain)
     yield context
@@ -55,17 +38,17 @@ def context(ros_domain, monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path, ros_domain, context):
+def run(tmp_path, ros_domain, context, monkeypatch):
     """(train_node, robot node, executor, robot, statuses heard)"""
-    node = NodeProcess(tmp_path, ros_domain, **{"output.map_path": tmp_path / "map.ply", "publish.status_hz": 10.0, "engine.max_gaussians": 60000})
+    monkeypatch.setenv("ROS_DOMAIN_ID", str(ros_domain))
+    node = NodeProcess(tmp_path, {"output.map_path": str(tmp_path / "map.ply"), "publish.status_hz": 10.0, "train.steps_per_frame": 2})
     ros = rclpy.create_node("robot", context=context)
     executor = SingleThreadedExecutor(context=context)
     executor.add_node(ros)
     statuses = []
     ros.create_subscription(MapStatus, "spirula/status", statuses.append, LATCHED)
     yield node, executor, Robot(ros), statuses
-    if node.process.poll() is None:
-        node.process.kill()
+    node.stop(signal.SIGKILL)
     executor.shutdown()
     ros.destroy_node()
 
@@ -73,7 +56,8 @@ def run(tmp_path, ros_domain, context):
 def spin_until(executor, condition, seconds, node):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline and node.process.poll() is None, f"no answer within {seconds} s:\n{node.log.read_text()[-3000:]}"
+        node.check()
+        assert time.monotonic() < deadline, f"no answer within {seconds} s:\n{node.tail()}"
         executor.spin_once(timeout_sec=0.05)
 
 
@@ -85,7 +69,7 @@ def test_best_effort_frames_arrive_and_are_accounted_for(run, tmp_path):
         robot.send(sent, time.time_ns())
         sent += 1
         if sent % HZ == 0:
-            memory.append(node.rss_mb())
+            memory.append(rss_mb(node))
         while (left := start + sent / HZ - time.monotonic()) > 0:
             executor.spin_once(timeout_sec=left)
     spin_until(executor, lambda: statuses[-1].frames_in >= 0.99 * n and statuses[-1].frames_pending == 0, 30, node)
@@ -104,13 +88,18 @@ def test_best_effort_frames_arrive_and_are_accounted_for(run, tmp_path):
     assert "Traceback" not in log and "map saved to" in log, log[-3000:]
 
 
-def test_sigterm_ends_it_cleanly_and_bad_parameters_are_a_sentence(tmp_path, ros_domain):
-    node = NodeProcess(tmp_path, ros_domain)
+def test_sigterm_ends_it_cleanly(tmp_path, ros_domain, monkeypatch):
+    monkeypatch.setenv("ROS_DOMAIN_ID", str(ros_domain))
+    node = NodeProcess(tmp_path, {})
     deadline = time.monotonic() + 60
     while "listening to" not in node.log.read_text():
-        assert time.monotonic() < deadline and node.process.poll() is None, node.log.read_text()
+        node.check()
+        assert time.monotonic() < deadline, node.tail()
         time.sleep(0.1)
     assert node.stop(signal.SIGTERM) == 0 and "Traceback" not in node.log.read_text()
-    node = NodeProcess(tmp_path, ros_domain, **{"train.lr_mean": 5.0})
+
+
+def test_bad_parameters_are_one_sentence(tmp_path):
+    node = NodeProcess(tmp_path, {"train.lr_mean": 5.0})
     assert node.process.wait(timeout=60) == 2
     assert "train.lr_mean" in node.log.read_text() and "Traceback" not in node.log.read_text()
