@@ -1,8 +1,9 @@
-# make demo | test | build | develop | lib | clean.   VENV=.venv  PYTHON=python3.11  OUT=demo
+# make demo | test | build | develop | lib | clean.   VENV=.venv  PYTHON=python3.11  OUT=demo  PYTEST_ARGS=..
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 PYTHON := $(or $(PYTHON),python3)
 OUT ?= demo
+DEMO_ARGS ?= --rate 0.3 --refine-seconds 45 # slowly enough for two cores; a faster machine needs neither
 
 venv := $(abspath $(VENV))
 python := $(venv)/bin/python
@@ -16,9 +17,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # A recording of a synthetic room, played through real ROS 2 topics into the node.
 demo: build
-	rm -rf $(OUT)/room
+	rm -rf $(OUT)
 	$(venv)/bin/spirula bag synthetic $(OUT)/room
-	$(venv)/bin/spirula replay $(OUT)/room --via-ros --holdout 8 --out $(OUT)
+	$(venv)/bin/spirula replay $(OUT)/room --via-ros --holdout 8 $(DEMO_ARGS) --out $(OUT)
 	@echo "pictures: $(abspath $(OUT))/compare.png, $(abspath $(OUT))/renders/    report: $(abspath $(OUT))/report.json"
 
 # Tests of the installed package. PYTEST_ARGS="-k gate -x" narrows them.
