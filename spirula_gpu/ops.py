@@ -29,6 +29,8 @@ def rasterize(means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, c
     Returns (render [C,H,W,D], alphas [C,H,W,1], meta). By render_mode, D is 3 (RGB), 1 (D: sum of weight * z; ED: expected
     depth, D / alpha) or 4 (RGB+D, RGB+ED). meta holds width, height, n_cameras and backend.
     Differentiable once, by everything but Ks. All tensors float32 on the CPU. The engine runs in the calling thread.
+    Import spirula_gpu before torch (or set OMP_WAIT_POLICY=passive) if other processes want the cores: torch brings the
+    OpenMP that both then use, and by default its waiting threads spin.
     Raises ValueError on a wrong shape, dtype or mode, NativeError when the engine refuses."""
     _check(means, quats, scales, opacities, colors, viewmats, Ks, backgrounds, sh_degree, render_mode)
     rgb, alphas, depth = _Rasterize.apply(means, quats, scales, opacities, colors, viewmats, Ks.detach(), width, height,

@@ -13,6 +13,8 @@ TEST_ROS = Path(sys.prefix) / "test_ros"  # made by tools/test_ros.py where no R
 
 # `python -m pytest` puts the working directory on sys.path, where the checkout's packages would hide the installed ones.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != CHECKOUT]
+# Read when OpenMP loads, which torch does before the engine in some tests: threads that wait must not take the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("AMENT_PREFIX_PATH", sys.prefix)  # what `source setup.bash` does on a ROS installation
 
 
