@@ -64,10 +64,10 @@ class TrainNode(Node):
     def _subscribe(self) -> None:
         self.inputs = inputs_of(self.ros)
         for source in self.inputs:
+            source.topic = self.resolve_topic_name(source.topic)
             events = SubscriptionEventCallbacks(incompatible_qos=lambda info, s=source: self._incompatible(s, info),
                                                 message_lost=lambda info, s=source: self._lost(s, info))
-            subscription = self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events)
-            source.topic = subscription.topic_name
+            self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events)
 
     def _receiver(self, source: Input):
         return self._safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg))

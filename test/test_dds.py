@@ -18,6 +18,7 @@ from spirula_ros.dds import fastdds_profile
 from spirula_ros.msg import MapStatus
 from spirula_ros.node_process import NodeProcess
 
+os.environ.update(fastdds_profile(os.environ))  # Fast DDS reads it once, for the first participant of any test in this process
 SECONDS, HZ = float(os.environ.get("SPIRULA_DDS_SECONDS", 12)), 15
 LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 
@@ -28,9 +29,7 @@ def rss_mb(node: NodeProcess) -> float:
 
 
 @pytest.fixture
-def context(ros_domain, monkeypatch):
-    for name, value in fastdds_profile(os.environ).items():
-        monkeypatch.setenv(name, value)
+def context(ros_domain):
     context = rclpy.Context()
     rclpy.init(context=context, domain_id=ros_domain)
     yield context
