@@ -57,7 +57,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
                 timing = run.train(stop, progress)
                 outcome = run.report(out, timing)
         finally:
-            mapper.stop()
+            mapper.close()
     if run.problem:
         print(f"warning: {run.problem}", file=screen)
     if mapper.ledger.counts().used == 0:

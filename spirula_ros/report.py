@@ -49,6 +49,7 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
     held_out = ask("evaluate")
     timing = {**(timing or {}), "evaluate_s": round(time.monotonic() - started, 3), "process_bytes": mapper.vram().process}
     report = compose(mapper, held_out, seconds, timing, extra or {})
+    write_atomically(out / "report.json", (json.dumps(report, indent=2) + "\n").encode())
     write_renders(out / "renders", held_out)
     if held_out:
         write_png(out / "compare.png", compare_picture(held_out))
@@ -56,7 +57,6 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
         _through_temporary(out / "map.ply", lambda path: ask("save_map", path))
         if mesh:
             _through_temporary(out / "mesh.ply", lambda path: ask("mesh", path))
-    write_atomically(out / "report.json", (json.dumps(report, indent=2) + "\n").encode())
     return sentence(report, out)
 
 
