@@ -41,11 +41,11 @@ def make_bag(out: str, *, frames: int = 150, size: tuple[int, int] = (160, 120),
     if frames < 2:
         raise InputError(f"--frames {frames}: at least 2")
     camera = room_camera(*size)
-    room = Room(seed)
     poses = trajectory(frames)
     stamps = [FIRST_STAMP_NS + round(i * 1e9 / fps) for i in range(frames)]
     points = []
     with BagWriter(out, storage) as bag, ThreadPoolExecutor(os.cpu_count()) as pool:
+        room = Room(seed)
         views = pool.map(lambda T: render(room, camera, T), poses)
         for n, (stamp, view) in enumerate(zip(stamps, views), 1):
             write_frame(bag, stamp, camera, view.rgb, view.depth_m, view.T_world_cam)

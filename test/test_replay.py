@@ -1,0 +1,341 @@
+"""`spirula replay` in one process: the loop against a test double, the report's files, and the real engine end to end."""
+import concurrent.futures
+import io
+import json
+import math
+import os
+import signal
+import threading
+import time
+
+import cv2
+import numpy as np
+import pytest
+
+from spirula_gpu.camera import Camera, Frame
+from spirula_gpu.report import FrameLedger, Status, VramReport, VramRow
+from spirula_ros import bags, report
+from spirula_ros.errors import InputError
+from spirula_ros.replay import ReplayOptions, replay
+from spirula_ros.settings import settings
+from spirula_ros.synthetic import make_bag
+
+KEYS = {"frames", "keyframes", "gaussians", "steps", "seconds", "heldout_psnr", "heldout_ssim", "train_psnr", "vram", "backend", "version"}
+
+
+class HeldOut:
+    def __init__(self, frame, psnr):
+        self.frame, self.rgb, self.psnr, self.ssim = frame, 255 - frame.rgb, psnr, 0.5
+
+
+class DoubleMapper:
+    """The Mapper's contract without an engine: two steps are due for every frame; with start() a thread works them off."""
+    backend = "double"
+    busy_s = 0.0  # for each frame
+
+    def __init__(self, config):
+        self.config, self.ledger = config, FrameLedger()
+        self.frames, self.held_out, self.inbox = [], [], []
+        self.steps, self.calls, self.closed, self.error, self.thread = 0, [], False, "", None
+
+    def start(self):
+        self.thread, self.stopping = threading.Thread(target=self._work), False
+        self.thread.start()
+
+    def _work(self):
+        while not self.stopping:
+            if not self.tick():
+                time.sleep(0.005)
+
+    def submit(self, frame):
+        self.calls.append("submit")
+        self.inbox.append(frame)
+        while len(self.inbox) > self.config.gate.inbox_frames:
+            self.inbox.pop(0)
+            self.ledger.dropped("inbox_full")
+
+    def tick(self):
+        if not self.inbox or self.error:
+            return False
+        frame = self.inbox.pop(0)
+        time.sleep(self.busy_s)
+        (self.held_out if frame.held_out else self.frames).append(frame)
+        self.steps += 2
+        self.ledger.used()
+        return True
+
+    def run_due(self):
+        self.calls.append("run_due")
+        while self.tick():
+            pass
+
+    def train(self, seconds=None, steps=None):
+        self.calls.append(("train", seconds, steps))
+        self.steps += steps
+        time.sleep(0.01)
+
+    def command(self, name, *args):
+        self.calls.append((name, *args))
+        future = concurrent.futures.Future()
+        if name == "refine":
+            self.steps += 10
+            time.sleep(args[0])
+        if name in ("save_map", "mesh"):
+            with open(args[0], "w") as file:
+                file.write("ply\n")
+        future.set_result([HeldOut(f, 20.0 + i) for i, f in enumerate(self.held_out)] if name == "evaluate" else None)
+        return future
+
+    def status(self):
+        return Status(state="error" if self.error else "running", gaussians=100 * len(self.frames), keyframes=len(self.frames), steps=self.steps,
+                      frames=self.ledger.counts(), last_error=self.error)
+
+    def vram(self):
+        return VramReport((VramRow("means", "splat", 900, 1000, False),), {"splat": (900, 1000), "image": (5, 10)}, 1010, 64, 0, 2000, 3000, 4000)
+
+    def close(self):
+        self.closed, self.stopping = True, True
+        if self.thread:
+            self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bags") / "room"
+    make_bag(path, frames=20, size=(40, 30), fps=20, say=lambda _: None)
+    return path
+
+
+def run(bag, out, make=DoubleMapper, holdout=4, screen=None, assignments=(), **options):
+    """(the mapper, report.json, the sentence)"""
+    made = []
+
+    def make_mapper(config):
+        made.append(make(config))
+        return made[-1]
+    options = ReplayOptions(str(bag), str(out), **{"topics": {}, "rate": None, **options})
+    sentence = replay(options, settings(None, {"eval.holdout_every": holdout}, list(assignments)), make_mapper, screen or io.StringIO())
+    return made[-1], read_report(out), sentence
+
+
+def read_report(out):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+    return json.loads((out / "report.json").read_text(), parse_constant=refuse)
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------------
+
+def test_lossless_waits_for_every_frame(room, tmp_path):
+    mapper, found, sentence = run(room, tmp_path / "out")
+    assert found["frames"] == {"in": 20, "used": 20, "dropped": {}}
+    assert mapper.calls[:40] == ["submit", "run_due"] * 20 and mapper.closed
+    assert [f.held_out for f in mapper.frames] == [False] * 15 and len(mapper.held_out) == 5
+    assert KEYS <= set(found) and found["steps"] == 40 and found["backend"] == "double" and found["stopped_early"] == ""
+    assert found["vram"] == {"splat": 1000, "image": 10} and found["heldout_psnr"] == 22.0
+    assert found["train_psnr"] is None  # NaN
+    assert "20 in, 20 used" in sentence and "22.00 dB" in sentence
+
+
+def test_files(room, tmp_path):
+    out = tmp_path / "out"
+    (out / "renders").mkdir(parents=True)
+    for name in ("17.png", "mine.png"):
+        (out / "renders" / name).touch()
+    mapper, found, _ = run(room, out)
+    names = {f"{h['stamp_ns']}.png" for h in found["heldout"]}
+    assert len(names) == 5 and {p.name for p in (out / "renders").iterdir()} == names | {"mine.png"}  # 17.png: of an earlier run
+    held = mapper.held_out[0]
+    assert np.array_equal(cv2.imread(str(out / "renders" / f"{held.stamp_ns}.png"))[..., ::-1], 255 - held.rgb)
+    assert {p.name for p in out.iterdir()} == {"report.json", "renders", "map.ply", "mesh.ply", "compare.png"}
+
+
+def test_no_mesh_no_holdout(room, tmp_path):
+    mapper, found, _ = run(room, tmp_path / "out", holdout=0, mesh=False)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.json", "renders", "map.ply"}
+    assert found["heldout_psnr"] is None and found["heldout"] == []
+
+
+def test_at_a_rate_the_recording_takes_its_time(room, tmp_path):
+    begin = time.monotonic()
+    mapper, found, _ = run(room, tmp_path / "out", rate=2.0)  # 19 intervals of 50 ms, twice as fast
+    assert 0.47 < found["timing"]["stream_s"] < 2 and time.monotonic() - begin > 0.47
+    assert found["frames"]["in"] == 20 and "run_due" not in mapper.calls and mapper.thread and mapper.closed
+
+
+def test_a_slow_mapper_drops_and_says_so(room, tmp_path):
+    class Slow(DoubleMapper):
+        busy_s = 0.1
+    _, found, _ = run(room, tmp_path / "out", Slow, rate=5.0, assignments=["gate.inbox_frames=2"])
+    frames = found["frames"]
+    assert frames["dropped"]["inbox_full"] > 3 and frames["in"] == 20 == frames["used"] + sum(frames["dropped"].values())
+
+
+def test_max_seconds_stops_reading(room, tmp_path):
+    class Slow(DoubleMapper):
+        busy_s = 0.1
+    _, found, _ = run(room, tmp_path / "out", Slow, max_seconds=0.45, refine_seconds=60)
+    assert found["stopped_early"] == "max_seconds" and 2 <= found["frames"]["in"] < 12 and found["seconds"] < 2
+    assert found["frames"]["in"] == found["frames"]["used"]
+    assert (tmp_path / "out" / "compare.png").exists()
+
+
+def test_max_seconds_leaves_the_rest_to_refinement(room, tmp_path):
+    _, found, _ = run(room, tmp_path / "out", max_seconds=1.0, refine_seconds=60)
+    assert found["stopped_early"] == "max_seconds" and found["frames"]["in"] == 20 and found["timing"]["refine_s"] > 0.3
+
+
+@pytest.mark.parametrize("rate", [None, 50.0])
+def test_refine_steps(room, tmp_path, rate):
+    mapper, found, _ = run(room, tmp_path / "out", refine_steps=50, rate=rate)
+    assert found["steps"] == 90 and found["stopped_early"] == ""
+    if rate is None:
+        assert sum(c[2] for c in mapper.calls if c[0] == "train") == 50
+
+
+def test_refine_seconds(room, tmp_path):
+    _, found, _ = run(room, tmp_path / "out", refine_seconds=0.3)
+    assert 0.3 <= found["timing"]["refine_s"] < 1 and found["steps"] > 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_runs_are_reported(room, tmp_path, number):
+    class Interrupts(DoubleMapper):
+        def submit(self, frame):
+            super().submit(frame)
+            if self.calls.count("submit") == 5:
+                os.kill(os.getpid(), number)
+    before = signal.getsignal(number)
+    mapper, found, _ = run(room, tmp_path / "out", Interrupts, refine_seconds=60)
+    assert found["stopped_early"] == "interrupted" and found["frames"]["in"] == 5 == found["frames"]["used"] and mapper.closed
+    assert (tmp_path / "out" / "map.ply").exists() and signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_gives_up(room, tmp_path):
+    class Interrupts(DoubleMapper):
+        def submit(self, frame):
+            super().submit(frame)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(room, tmp_path / "out", Interrupts)
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+@pytest.mark.parametrize("rate", [None, 20.0])
+def test_a_mapper_that_fails_is_no_report(room, tmp_path, rate):
+    class Fails(DoubleMapper):
+        def tick(self):
+            if len(self.frames) == 3:
+                self.error = "ValueError: out of ideas"
+                if self.thread is None:
+                    raise RuntimeError(self.error)
+            return super().tick()
+    with pytest.raises(RuntimeError, match="out of ideas"):
+        run(room, tmp_path / "out", Fails, rate=rate)
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+# ---- recordings ------------------------------------------------------------------------------------------------------------
+
+def test_a_recording_that_was_cut_off_is_used_as_far_as_it_goes(room, tmp_path):
+    file = next(room.glob("*.mcap"))
+    (tmp_path / "cut.mcap").write_bytes(file.read_bytes()[:int(0.6 * file.stat().st_size)])
+    screen = io.StringIO()
+    _, found, _ = run(tmp_path / "cut.mcap", tmp_path / "out", screen=screen)
+    assert 5 < found["frames"]["in"] < 20 and "ended after" in found["bag_problem"] and "warning: " in screen.getvalue()
+
+
+def test_no_usable_frame_says_why(tmp_path):
+    with bags.BagWriter(tmp_path / "bag") as bag:
+        camera = Camera(8, 6, 8, 8, 4, 3)
+        for i in range(1, 4):
+            bag.image("/image", i * 10**9, "camera", np.zeros((6, 8, 3), np.uint8))
+            bag.info("/camera_info", i * 10**9, "camera", camera)
+            bag.pose("/pose", 10**12, "map", np.eye(4))
+    with pytest.raises(InputError, match="not one frame could be used.*image: 3 messages"):
+        run(tmp_path / "bag", tmp_path / "out")
+    frames = read_report(tmp_path / "out")["frames"]
+    assert frames["in"] == 3 == sum(frames["dropped"].values()) and not (tmp_path / "out" / "map.ply").exists()
+
+
+def test_without_depth_and_with_odometry(tmp_path):
+    """Inputs follow what the recording has."""
+    with bags.BagWriter(tmp_path / "bag", "sqlite3") as bag:
+        for i in range(1, 4):
+            bag.odom("/odom", i * 10**9, "map", "camera", np.eye(4))
+            bag.info("/cam/camera_info", i * 10**9, "camera", Camera(8, 6, 8, 8, 4, 3))
+            bag.image("/cam/image_raw", i * 10**9, "camera", np.zeros((6, 8, 3), np.uint8))
+    mapper, found, _ = run(tmp_path / "bag", tmp_path / "out")
+    assert found["frames"]["used"] == 3 and all(f.depth_m is None for f in mapper.frames) and found["topics"]["/odom"] == "odom"
+
+
+def test_unwritable_folder_is_found_before_any_work(room, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot write into .*choose another --out"):
+        run(room, tmp_path / "file" / "out", make=lambda config: pytest.fail("work was done"))
+
+
+# ---- the pictures ------------------------------------------------------------------------------------------------------------
+
+def held_out_frame(stamp, size=(40, 30)):
+    rgb = np.full((size[1], size[0], 3), 100, np.uint8)
+    return HeldOut(Frame(stamp, Camera(*size, 30, 30, size[0] / 2, size[1] / 2), np.eye(4), rgb), 20.0)
+
+
+def test_compare_picture():
+    picture = report.compare_picture([held_out_frame(i) for i in range(9)])
+    assert picture.dtype == np.uint8 and picture.shape[1] == 3 * 480 and picture.shape[0] == 4 * 360 + 34
+    assert (picture[200, 240] == 100).all() and (picture[200, 720] == 155).all()  # truth and render, unchanged
+    assert picture[200, 1200].astype(int).sum() > 250  # error 55 / 255: bright
+    assert report.compare_picture([held_out_frame(0, (800, 600))]).shape == (634, 2400, 3)
+    assert report.compare_picture([held_out_frame(0), held_out_frame(1, (20, 30))]).shape[1] == 1440  # cameras of two sizes
+
+
+def test_false_color_is_black_without_error_and_saturates():
+    a = np.zeros((2, 2, 3), np.uint8)
+    assert report.false_color(a, a).max() < 8
+    b = np.full_like(a, 70)
+    assert np.array_equal(report.false_color(a, b), report.false_color(a, np.full_like(a, 255)))
+    assert not np.array_equal(report.false_color(a, b), report.false_color(a, np.full_like(a, 30)))
+
+
+def test_json_has_no_nan():
+    assert report._without_nan({"a": [math.nan, math.inf, np.float32(1.5)], "b": (np.int64(3), True, "x")}) == {"a": [None, None, 1.5], "b": [3, True, "x"]}
+
+
+# ---- progress ------------------------------------------------------------------------------------------------------------
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(room, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    monkeypatch.setattr("spirula_ros.replay.Progress.LINE_S", 0.0)
+    monkeypatch.setattr("spirula_ros.replay.Progress.BAR_S", 0.0)
+    lines, bar = io.StringIO(), Terminal()
+    run(room, tmp_path / "a", screen=lines)
+    run(room, tmp_path / "b", screen=bar)
+    assert lines.getvalue().splitlines()[-1].startswith("100%") and "20/20 frames, 1500 Gaussians" in lines.getvalue() and "\r" not in lines.getvalue()
+    assert "\r" in bar.getvalue() and "20/20 frames" in bar.getvalue()
+
+
+# ---- the real engine ------------------------------------------------------------------------------------------------------------
+
+def real(room, out, seed=0):
+    found = settings(None, {"eval.holdout_every": 5, "engine.threads": 1, "engine.seed": seed, "engine.backend": "cpu"}, ["train.steps_per_frame=8"])
+    replay(ReplayOptions(str(room), str(out), {}, rate=None, refine_steps=30), found, screen=io.StringIO())
+    return read_report(out)
+
+
+def test_real_mapper_repeats_itself(room, tmp_path):
+    """The same recording and seed: the same report but for wall-clock values, and the same map to the last bit."""
+    a, b = real(room, tmp_path / "a"), real(room, tmp_path / "b")
+    for found in (a, b):
+        assert set(found["timing"]) >= {"stream_s", "refine_s", "steps_per_s", "evaluate_s", "process_bytes"}
+        del found["seconds"], found["timing"]
+    assert a == b
+    for name in ("map.ply", "mesh.ply"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert a["frames"]["in"] == 20 == a["frames"]["used"] + sum(a["frames"]["dropped"].values())
+    assert a["gaussians"] > 500 and a["heldout_psnr"] > 15 and len(a["heldout"]) == 4 and a["train_psnr"] > a["heldout_psnr"] - 5
+    assert a["vram_total"] == sum(a["vram"].values()) and a["backend"] == "cpu"
