@@ -30,11 +30,12 @@ constexpr float SPL_DEPTH_MIN = 1e-4f;  // m: a measurement below this is none
 constexpr float SPL_T_MIN = 1e-4f;  // a pixel is finished before the Gaussian that would bring its transmittance here
 
 enum Category { SPL_SPLAT, SPL_SPLAT_X_IMG, SPL_IMAGE, SPL_APPEARANCE, SPL_VIEWER, SPL_OTHER, SPL_N_CATEGORIES };
-enum Count { SPL_GAUSSIANS, SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS, SPL_TILES, SPL_BINS, SPL_N_COUNTS };
+enum Count { SPL_GAUSSIANS, SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS, SPL_TILES, SPL_BINS, SPL_CAMERAS, SPL_CALLER, SPL_N_COUNTS };
 enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PROJECT_BWD, SPL_N_PHASES, SPL_PHASE_ALWAYS = -1 };
 
 // BLOCKS: 128-pair blocks of cameras x Gaussians. PAIRS: visible camera-Gaussian pairs (+1). ISECTS: splat-tile pairs.
-// PIXELS and TILES (+1): of all cameras. BINS: radix histogram entries of all threads.
+// PIXELS and TILES (+1): of all cameras. BINS: 8-byte words of scratch for scans and sorts. CAMERAS: of the view, +1 slot of counters.
+// CALLER: floats of the Gaussians that come with a call instead of from the map (CUDA: copied to the device).
 // K = (sh_degree+1)^2 of the map. SPL_PHASE_ALWAYS rows own their bytes, the others live in the arena.
 //   enum           name                  category         bytes     count          first            last              saved
 #define SPL_MAP_ROWS(X)                                                                                                     \
@@ -64,14 +65,6 @@ enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PRO
   X(R_GAUSSIAN,    "proj.gaussian",       SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
   X(R_CAMERA,      "proj.camera",         SPL_SPLAT_X_IMG, 2,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
   X(R_SCREEN,      "proj.screen",         SPL_SPLAT_X_IMG, 40,       SPL_PAIRS,     SPL_PROJECT,     SPL_RASTER_BWD,   0)   \
-  X(R_BOX,         "proj.box",            SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_RASTER_BWD,   0)   \
-  X(R_FIRST,       "isect.first",         SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
-  X(R_KEY,         "isect.key",           SPL_SPLAT_X_IMG, 8,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
-  X(R_KEY_ALT,     "isect.key_alt",       SPL_SPLAT_X_IMG, 8,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
-  X(R_SLOT,        "isect.slot",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0)   \
-  X(R_SLOT_ALT,    "isect.slot_alt",      SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
-  X(R_PAIR,        "isect.pair",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0)   \
-  X(R_HISTOGRAM,   "isect.histogram",     SPL_OTHER,       8,        SPL_BINS,      SPL_BIN,         SPL_BIN,          0)   \
   X(R_TILE_START,  "isect.tile_start",    SPL_IMAGE,       8,        SPL_TILES,     SPL_BIN,         SPL_RASTER_BWD,   0)   \
   X(R_RGB,         "raster.rgb",          SPL_IMAGE,       12,       SPL_PIXELS,    SPL_RASTER,      SPL_LOSS,         0)   \
   X(R_DEPTH,       "raster.depth",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_RASTER,      SPL_LOSS,         0)   \
@@ -82,13 +75,49 @@ enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PRO
   X(R_V_RGB,       "loss.v_rgb",          SPL_IMAGE,       12,       SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
   X(R_V_DEPTH,     "loss.v_depth",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
   X(R_V_ALPHA,     "loss.v_alpha",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
-  X(R_PX_ERROR,    "loss.error",          SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)   \
+  X(R_PX_ERROR,    "loss.error",          SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_RASTER_BWD,   0)
+
+// The rows of one backend. CPU: 64-bit keys, and a row of gradients per intersection, so that nothing is atomic. CUDA:
+// pairs sorted by depth, then their intersections by tile (the same order in half the bytes), and a row of gradients per pair.
+#ifdef SPL_CUDA
+#define SPL_BACKEND_ROWS(X)                                                                                                 \
+  X(R_CAMERAS,       "view.cameras",        SPL_OTHER,       96,       SPL_CAMERAS,   SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
+  X(R_V_CAMERAS,     "view.v_cameras",      SPL_OTHER,       48,       SPL_CAMERAS,   SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
+  X(R_SCRATCH,       "view.scratch",        SPL_OTHER,       8,        SPL_BINS,      SPL_PROJECT,     SPL_BIN,          0) \
+  X(R_CALLER,        "caller.gaussians",    SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
+  X(R_V_CALLER,      "caller.grads",        SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
+  X(R_BOX,           "proj.box",            SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
+  X(R_COUNT,         "proj.tiles",          SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
+  X(R_DEPTH_KEY,     "proj.depth_key",      SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
+  X(R_DEPTH_KEY_ALT, "proj.depth_key_alt",  SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_BIN,         SPL_BIN,          0) \
+  X(R_ORDER,         "proj.order",          SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
+  X(R_ORDER_ALT,     "proj.order_alt",      SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_BIN,         SPL_BIN,          0) \
+  X(R_FIRST,         "isect.first",         SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_BIN,         SPL_BIN,          0) \
+  X(R_KEY,           "isect.tile",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0) \
+  X(R_KEY_ALT,       "isect.tile_alt",      SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0) \
+  X(R_PAIR,          "isect.pair",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0) \
+  X(R_PAIR_ALT,      "isect.pair_alt",      SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0) \
+  X(R_TARGET_RGB,    "target.rgb",          SPL_IMAGE,       3,        SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0) \
+  X(R_TARGET_DEPTH,  "target.depth",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0) \
+  X(R_TARGET_MASK,   "target.mask",         SPL_IMAGE,       1,        SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0) \
+  X(R_V_SCREEN,      "raster_bwd.v_screen", SPL_SPLAT_X_IMG, 48,       SPL_PAIRS,     SPL_RASTER_BWD,  SPL_PROJECT_BWD,  0)
+#else
+#define SPL_BACKEND_ROWS(X)                                                                                                 \
+  X(R_BOX,         "proj.box",            SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_RASTER_BWD,   0)   \
+  X(R_FIRST,       "isect.first",         SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
+  X(R_KEY,         "isect.key",           SPL_SPLAT_X_IMG, 8,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
+  X(R_KEY_ALT,     "isect.key_alt",       SPL_SPLAT_X_IMG, 8,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
+  X(R_SLOT,        "isect.slot",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0)   \
+  X(R_SLOT_ALT,    "isect.slot_alt",      SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0)   \
+  X(R_PAIR,        "isect.pair",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0)   \
+  X(R_HISTOGRAM,   "isect.histogram",     SPL_OTHER,       8,        SPL_BINS,      SPL_BIN,         SPL_BIN,          0)   \
   X(R_V_ISECT,     "raster_bwd.v_isect",  SPL_SPLAT_X_IMG, 48,       SPL_ISECTS,    SPL_RASTER_BWD,  SPL_PROJECT_BWD,  0)
+#endif
 
 enum Row : int {
 #define X(id, ...) id,
   SPL_MAP_ROWS(X) SPL_N_MAP_ROWS, SPL_LAST_MAP_ROW = SPL_N_MAP_ROWS - 1, // the next row continues the count
-  SPL_ARENA_ROWS(X)
+  SPL_ARENA_ROWS(X) SPL_BACKEND_ROWS(X)
 #undef X
   SPL_N_ROWS
 };
@@ -103,12 +132,12 @@ inline RowInfo row_info(int row, int sh_degree) {
   const int K = (sh_degree + 1) * (sh_degree + 1);
   const RowInfo table[SPL_N_ROWS] = {
 #define X(id, name, category, bytes, count, first, last, saved) {name, category, bytes, count, first, last, saved},
-      SPL_MAP_ROWS(X) SPL_ARENA_ROWS(X)
+      SPL_MAP_ROWS(X) SPL_ARENA_ROWS(X) SPL_BACKEND_ROWS(X)
 #undef X
   };
   return table[row];
 }
 
 constexpr const char* SPL_CATEGORY_NAMES[] = {"splat", "splat_x_img", "image", "appearance", "viewer", "other"};
-constexpr const char* SPL_COUNT_NAMES[] = {"gaussians", "blocks", "pairs", "isects", "pixels", "tiles", "bins"};
+constexpr const char* SPL_COUNT_NAMES[] = {"gaussians", "blocks", "pairs", "isects", "pixels", "tiles", "bins", "cameras", "caller"};
 constexpr const char* SPL_PHASE_NAMES[] = {"project", "bin", "raster", "loss", "raster_bwd", "project_bwd"};

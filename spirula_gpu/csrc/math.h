@@ -329,4 +329,23 @@ SPL_FN void adam(float& x, float& m, float& v, float g, float lr, const AdamStep
   x -= lr * (m * a.c1) / (sqrtf(v * a.c2) + a.eps);
 }
 
+// ---- relocation: opacity and scales of a Gaussian that is drawn `times` times in place of once ----------------------------
+// (Kheradmand et al. 2024, 3DGS as Markov Chain Monte Carlo, eq. 9; more than 51 copies count as 51)
+SPL_FN void relocate(float& logit_opacity, float* log_scale, int times, float min_opacity) {
+  const int n = times < 51 ? times : 51;
+  const double o = fmin((double)sigmoid(logit_opacity), 0.999f), p = 1 - pow(1 - o, 1.0 / n);
+  double sum = 0;
+  for (int i = 1; i <= n; ++i) {
+    double binomial = 1, power = p;
+    for (int k = 0; k < i; ++k) {
+      sum += binomial * (k % 2 ? -1 : 1) * power / sqrt(k + 1.0);
+      binomial *= (double)(i - 1 - k) / (k + 1);
+      power *= p;
+    }
+  }
+  const float opacity = fmaxf((float)p, min_opacity), shift = logf((float)(o / sum));
+  logit_opacity = logf(opacity / (1 - opacity));
+  for (int k = 0; k < 3; ++k) log_scale[k] += shift;
+}
+
 }  // namespace spl

@@ -138,7 +138,7 @@ static void count_pixels(const spl_ctx& c, const View& v, const spl_target& t, i
   shown_px = n; depth_px = m;
 }
 
-void loss(spl_ctx& c, const View& v, const spl_target& target, const spl_hyper& h, spl_step& out) {
+void loss(spl_ctx& c, const View& v, const spl_target& target, const spl_hyper& h) {
   begin_phase(c, SPL_LOSS);
   const Images im = {c.row<float>(R_RGB), c.row<float>(R_DEPTH), c.row<float>(R_T), &target, c.row<float>(R_SSIM),
                      c.row<float>(R_V_RGB), c.row<float>(R_V_DEPTH), c.row<float>(R_V_ALPHA), c.row<float>(R_PX_ERROR)};
@@ -168,10 +168,7 @@ void loss(spl_ctx& c, const View& v, const spl_target& target, const spl_hyper& 
   }
   double ssim = 0, l1 = 0, depth = 0;
   for (int64_t i = 0; i < tiles; ++i) { ssim += sums[4 * i]; l1 += sums[4 * i + 1]; depth += sums[4 * i + 2]; }
-  out.l1 = l1 / n_l1;
-  out.ssim = h.ssim_weight != 0 ? ssim / n_ssim : 0;
-  out.depth = depth / n_depth;
-  out.loss = (1 - h.ssim_weight) * out.l1 + (h.ssim_weight != 0 ? h.ssim_weight * (1 - out.ssim) : 0) + h.depth_weight * out.depth;
+  c.sums = {ssim, l1, depth, shown_px, depth_px};
 }
 
 }  // namespace spl

@@ -1,0 +1,295 @@
+// entry.h: the entry points of spirula.h, the same for both backends; included by one file of each (step.cpp, step.cu).
+// Nothing is thrown across them: a failure becomes a status and a text.
+#pragma once
+#include "ops.h"
+
+namespace spl {
+
+inline thread_local std::string create_error;
+
+template <class F> int guarded(spl_ctx* c, F&& body) {
+  if (!c) return SPL_E_ARGUMENT;
+  try {
+    activate(*c);
+    body(*c);
+    c->error.clear();
+    return SPL_OK;
+  } catch (const Failure& f) {
+    c->phase = SPL_PHASE_ALWAYS;
+    c->error = f.text;
+    return f.status;
+  } catch (const std::bad_alloc&) {
+    c->phase = SPL_PHASE_ALWAYS;
+    c->error = "the system is out of memory; lower engine.max_gaussians or the image size";
+    return SPL_E_MEMORY;
+  }
+}
+
+static int find_row(const char* name, int sh_degree) {
+  for (int r = 0; r < SPL_N_ROWS; ++r) if (name && !strcmp(row_info(r, sh_degree).name, name)) return r;
+  fail(SPL_E_ARGUMENT, "no buffer is called '%s'; spl_report lists them", name ? name : "NULL");
+}
+
+static uint8_t* map_bytes(spl_ctx& c, const char* name, int64_t first, int64_t count, int64_t& bytes) {
+  const int r = find_row(name, c.params.sh_degree);
+  if (r >= SPL_N_MAP_ROWS) fail(SPL_E_ARGUMENT, "%s is scratch, not part of the map", name);
+  if (first < 0 || count < 0 || first + count > c.n) fail(SPL_E_ARGUMENT, "%s [%lld, %lld) of %lld Gaussians", name, (long long)first, (long long)(first + count), (long long)c.n);
+  bytes = count * c.item_bytes(r);
+  return c.row<uint8_t>(r) + first * c.item_bytes(r);
+}
+
+static void describe_step(const spl_ctx& c, spl_step& out) {
+  out.n_pairs = c.counts[SPL_PAIRS] - 1;
+  out.n_isects = c.counts[SPL_ISECTS];
+  memcpy(out.ms, c.ms, sizeof c.ms);
+}
+
+static void describe_loss(const LossSums& s, const View& v, const spl_hyper& h, spl_step& out) {
+  out.l1 = s.l1 / (3.0 * std::max<int64_t>(s.shown_px, 1));
+  out.ssim = h.ssim_weight != 0 ? s.ssim / (3.0 * v.pixels()) : 0;
+  out.depth = s.depth / (double)std::max<int64_t>(s.depth_px, 1);
+  out.loss = (1 - h.ssim_weight) * out.l1 + (h.ssim_weight != 0 ? h.ssim_weight * (1 - out.ssim) : 0) + h.depth_weight * out.depth;
+}
+
+static void check_insert(const View& v, const spl_target& t, const spl_insert_params& p) {
+  if (v.n_cameras != 1) fail(SPL_E_ARGUMENT, "spl_insert takes one camera, not %d", v.n_cameras);
+  if (!t.rgb || !t.depth) fail(SPL_E_ARGUMENT, "spl_insert needs rgb and depth of the target, and n_new");
+  if (!(p.hole_spacing_px >= 1) || !(p.size > 0) || !(p.opacity > 0 && p.opacity < 1) || !(p.min_depth_m > 0))
+    fail(SPL_E_ARGUMENT, "spl_insert: hole_spacing_px %g must be >= 1, size %g > 0, opacity %g in (0, 1), min_depth_m %g > 0", p.hole_spacing_px, p.size, p.opacity, p.min_depth_m);
+}
+
+// How often each Gaussian is drawn after the moves (1: as before); refuses moves that contradict each other.
+static std::vector<int> draws(const spl_ctx& c, int64_t n_moves, const int64_t* dst, const int64_t* src) {
+  std::vector<int> times(c.n, 1);
+  std::vector<uint8_t> is_dst(c.n, 0);
+  for (int64_t i = 0; i < n_moves; ++i) {
+    if (dst[i] < 0 || dst[i] >= c.n || src[i] < 0 || src[i] >= c.n) fail(SPL_E_ARGUMENT, "move %lld: %lld -> %lld, must be 0..%lld", (long long)i, (long long)src[i], (long long)dst[i], (long long)c.n - 1);
+    if (is_dst[dst[i]]) fail(SPL_E_ARGUMENT, "move %lld: destination %lld is named twice", (long long)i, (long long)dst[i]);
+    is_dst[dst[i]] = 1;
+  }
+  for (int64_t i = 0; i < n_moves; ++i) {
+    if (is_dst[src[i]]) fail(SPL_E_ARGUMENT, "Gaussian %lld is both moved and a source", (long long)src[i]);
+    ++times[src[i]];
+  }
+  return times;
+}
+
+}  // namespace spl
+
+using namespace spl;
+
+// ---- life cycle -----------------------------------------------------------------------------------------------------------
+int32_t spl_abi_version(void) { return SPL_ABI_VERSION; }
+const char* spl_backend(void) { return SPL_BACKEND_NAME; }
+const char* spl_error(const spl_ctx* c) { return c ? c->error.c_str() : create_error.c_str(); }
+
+int64_t spl_constant(const char* name) {
+  static const struct { const char* name; int64_t value; } table[] = {
+#define X(name, value) {#name, value},
+      SPL_CONSTANTS(X)
+#undef X
+#define X(type) {"sizeof " #type, sizeof(type)},
+      X(spl_create_params) X(spl_row) X(spl_gaussians) X(spl_view) X(spl_image) X(spl_gaussian_grads) X(spl_step)
+      X(spl_target) X(spl_hyper) X(spl_insert_params)
+#undef X
+      {"SPL_ABI_VERSION", SPL_ABI_VERSION}, {"SPL_N_ROWS", SPL_N_ROWS}, {"SPL_N_MAP_ROWS", SPL_N_MAP_ROWS}};
+  for (const auto& t : table) if (name && !strcmp(t.name, name)) return t.value;
+  return INT64_MIN;
+}
+
+int spl_create(const spl_create_params* p, spl_ctx** out) {
+  spl_ctx* c = new spl_ctx;
+  try {
+    if (!out) fail(SPL_E_ARGUMENT, "spl_create: out is NULL");
+    c->params = checked(p, "spl_create_params");
+    if (p->sh_degree < 0 || p->sh_degree > 3) fail(SPL_E_ARGUMENT, "sh_degree %d: must be 0..3", p->sh_degree);
+    if (p->max_gaussians < 1 || p->max_gaussians > UINT32_MAX) fail(SPL_E_ARGUMENT, "max_gaussians %lld: must be 1..%u", (long long)p->max_gaussians, UINT32_MAX);
+    if (p->threads < 0 || p->threads > 1024) fail(SPL_E_ARGUMENT, "threads %d: must be 0 (all cores) .. 1024", p->threads);
+    open_context(*c);
+    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c->map[r].reserve(c->params.max_gaussians * c->item_bytes(r));
+  } catch (const Failure& f) {
+    create_error = f.text;
+    spl_destroy(c);
+    return f.status;
+  }
+  *out = c;
+  return SPL_OK;
+}
+
+void spl_destroy(spl_ctx* c) {
+  if (!c) return;
+  try { activate(*c); } catch (const Failure&) {}  // a broken device cannot refuse this
+  for (Region& r : c->map) r.release();
+  c->arena.release();
+  close_context(*c);
+  delete c;
+}
+
+// ---- rendering and training: each reads like the pipeline ---------------------------------------------------------------------
+int spl_render(spl_ctx* ctx, const spl_view* view, const spl_image* out) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const View v = make_view(view, c.params.sh_degree);
+    const spl_image& image = checked(out, "spl_image");
+    begin_step(c);
+    forward(c, map_source(c), v);
+    copy_image(c, v, image);
+    end_phases(c);
+  });
+}
+
+int spl_forward(spl_ctx* ctx, const spl_gaussians* g, const spl_view* view, const spl_image* out) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const Source s = caller_source(g);
+    const View v = make_view(view, (int)g->sh_degree);
+    const spl_image& image = checked(out, "spl_image");
+    begin_step(c);
+    forward(c, s, v);
+    copy_image(c, v, image);
+    end_phases(c);
+  });
+}
+
+int spl_backward(spl_ctx* ctx, const spl_gaussians* g, const spl_view* view, const spl_image* v_image, const spl_gaussian_grads* out) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const Source s = caller_source(g);
+    const View v = make_view(view, (int)g->sh_degree);
+    const spl_image& upstream = checked(v_image, "spl_image");
+    Sink sink;
+    sink.grads = checked(out, "spl_gaussian_grads");
+    if (s.n && !(sink.grads.means && sink.grads.quats && sink.grads.log_scales && sink.grads.logit_opacities && sink.grads.sh)) fail(SPL_E_ARGUMENT, "a gradient array is NULL");
+    begin_step(c);
+    forward(c, s, v);
+    begin_phase(c, SPL_LOSS);
+    load_image_grads(c, v, upstream);
+    raster_bwd(c, v);
+    project_bwd(c, s, v, sink);
+    end_phases(c);
+  });
+}
+
+int spl_train_step(spl_ctx* ctx, const spl_view* view, const spl_target* target, const spl_hyper* hyper, spl_step* out) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const View v = make_view(view, c.params.sh_degree);
+    const spl_target& t = checked(target, "spl_target");
+    spl_step step = checked(out, "spl_step");
+    if (!t.rgb) fail(SPL_E_ARGUMENT, "spl_target.rgb is NULL");
+    Sink sink;
+    sink.hyper = &checked_hyper(hyper);
+    begin_step(c);
+    forward(c, map_source(c), v);
+    loss(c, v, t, *hyper);
+    raster_bwd(c, v);
+    project_bwd(c, map_source(c), v, sink);
+    end_phases(c);
+    describe_loss(c.sums, v, *hyper, step);
+    describe_step(c, step);
+    *out = step;
+  });
+}
+
+int spl_loss(spl_ctx* ctx, const spl_view* view, const spl_image* image, const spl_target* target, const spl_hyper* hyper, const spl_image* v_image, spl_step* out) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const View v = make_view(view, -1);
+    const spl_image &in = checked(image, "spl_image"), &g = checked(v_image, "spl_image");
+    const spl_target& t = checked(target, "spl_target");
+    spl_step step = checked(out, "spl_step");
+    checked_hyper(hyper);
+    if (!in.rgb || !t.rgb || (t.depth && !(in.depth && in.alpha))) fail(SPL_E_ARGUMENT, "rgb of image and target must be given, and depth and alpha of the image if the target has depth");
+    begin_step(c);
+    project(c, Source{}, v);
+    begin_phase(c, SPL_BIN);
+    begin_phase(c, SPL_RASTER);
+    load_image(c, v, in);
+    loss(c, v, t, *hyper);
+    copy_image_grads(c, v, g);
+    end_phases(c);
+    describe_loss(c.sums, v, *hyper, step);
+    describe_step(c, step);
+    *out = step;
+  });
+}
+
+// ---- the map ----------------------------------------------------------------------------------------------------------------
+int64_t spl_map_size(const spl_ctx* c) { return c ? c->n : 0; }
+
+int spl_map_append(spl_ctx* ctx, const spl_gaussians* g, int32_t owner) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const Source s = caller_source(g);
+    if (s.direct_rgb || g->sh_degree > c.params.sh_degree) fail(SPL_E_ARGUMENT, "sh_degree %lld: must be 0..%d, what the map stores", (long long)g->sh_degree, c.params.sh_degree);
+    fit_map(c, c.n + s.n);
+    append_rows(c, s, owner);
+    c.n += s.n;
+  });
+}
+
+int spl_map_read(spl_ctx* ctx, const char* row, int64_t first, int64_t count, void* host) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    int64_t bytes;
+    const uint8_t* p = map_bytes(c, row, first, count, bytes);
+    get(c, host, p, bytes);
+  });
+}
+
+int spl_map_write(spl_ctx* ctx, const char* row, int64_t first, int64_t count, const void* host) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    int64_t bytes;
+    uint8_t* p = map_bytes(c, row, first, count, bytes);
+    put(c, p, host, bytes);
+  });
+}
+
+int spl_map_keep(spl_ctx* ctx, const uint8_t* keep, int64_t* n_kept) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    if (!keep || !n_kept) fail(SPL_E_ARGUMENT, "keep and n_kept must be given");
+    *n_kept = c.n = keep_rows(c, keep);
+  });
+}
+
+int spl_map_relocate(spl_ctx* ctx, int64_t n_moves, const int64_t* dst, const int64_t* src, float min_opacity) {
+  return guarded(ctx, [&](spl_ctx& c) { move_rows(c, draws(c, n_moves, dst, src), n_moves, dst, src, min_opacity); });
+}
+
+int spl_insert(spl_ctx* ctx, const spl_view* view, const spl_target* target, const spl_insert_params* params, int64_t* n_new) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const View v = make_view(view, c.params.sh_degree);
+    const spl_target& t = checked(target, "spl_target");
+    const spl_insert_params& p = checked(params, "spl_insert_params");
+    check_insert(v, t, p);
+    if (!n_new) fail(SPL_E_ARGUMENT, "spl_insert: n_new is NULL");
+    begin_step(c);
+    forward(c, map_source(c), v);
+    *n_new = insert(c, v, t, p);
+  });
+}
+
+// ---- memory -----------------------------------------------------------------------------------------------------------------
+int spl_report(spl_ctx* ctx, spl_row* rows, int32_t capacity, int32_t* n_rows) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    if (!rows || !n_rows || capacity < SPL_N_ROWS + 1) fail(SPL_E_ARGUMENT, "spl_report needs room for %d rows", SPL_N_ROWS + 1);
+    for (int r = 0; r < SPL_N_ROWS; ++r) {
+      const RowInfo info = row_info(r, c.params.sh_degree);
+      spl_row& o = rows[r];
+      o = {};
+      snprintf(o.name, sizeof o.name, "%s", info.name);
+      o.category = info.category; o.count = info.count; o.first_phase = info.first; o.last_phase = info.last;
+      o.saved = info.saved; o.aliased = info.arena(); o.item_bytes = info.item_bytes;
+      o.used_bytes = c.used_bytes(r);
+      o.capacity_bytes = r < SPL_N_MAP_ROWS ? c.map[r].committed : 0;
+    }
+    spl_row& arena = rows[SPL_N_ROWS];
+    arena = {};
+    snprintf(arena.name, sizeof arena.name, "arena");
+    arena.category = SPL_OTHER;
+    arena.used_bytes = c.plan.separate;  // what the rows would take with a buffer each
+    arena.capacity_bytes = c.arena.committed;
+    *n_rows = SPL_N_ROWS + 1;
+  });
+}
+
+int spl_buffer(spl_ctx* ctx, const char* name, void** ptr, int64_t* bytes) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    const int r = find_row(name, c.params.sh_degree);
+    *bytes = c.used_bytes(r);
+    *ptr = readable(c, r, *bytes);
+  });
+}

@@ -1,0 +1,202 @@
+// host.h: the host side that both backends share: errors, argument checks, and memory from the table of buffers.
+// A backend defines spl::Region (its growable memory) before it includes this, and spl_ctx after it.
+#pragma once
+#include <algorithm>
+#include <climits>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+#include "arena.h"
+#include "layout.h"
+#include "math.h"
+#include "spirula.h"
+
+namespace spl {
+
+struct Failure { int status; std::string text; };  // thrown inside, turned into a status at the ABI
+[[noreturn]] inline void fail(int status, const char* format, ...) __attribute__((format(printf, 2, 3)));
+inline void fail(int status, const char* format, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  throw Failure{status, text};
+}
+template <class T> const T& checked(const T* p, const char* name) {
+  if (!p || p->struct_size != (int64_t)sizeof(T)) fail(SPL_E_ARGUMENT, "%s: NULL or struct_size is not %zu: library and caller differ", name, sizeof(T));
+  return *p;
+}
+
+struct Source {  // the Gaussians that a call works on: the map's rows or the caller's arrays
+  const float *mean, *quat, *scale, *opacity, *sh;
+  int64_t n;
+  int sh_floats;      // per Gaussian in `sh`
+  bool activated, direct_rgb;
+};
+
+struct Sink {  // where gradients go: either arrays, or (hyper != null) straight into Adam
+  const spl_hyper* hyper = nullptr;
+  spl_gaussian_grads grads{};
+};
+
+struct View {
+  std::vector<Camera> cameras;
+  int n_cameras, width, height, tiles_x, tiles_y, sh_degree;
+  float background[3];
+  int64_t pixels() const { return (int64_t)n_cameras * width * height; }
+  int64_t tiles() const { return (int64_t)n_cameras * tiles_x * tiles_y; }
+};
+
+struct LossSums { double ssim, l1, depth; int64_t shown_px, depth_px; };  // over all pixels (and channels)
+
+struct Context {  // what a context of either backend owns
+  spl_create_params params{};
+  std::string error;
+  int64_t n = 0;            // Gaussians in the map
+  int64_t n_capacity = 0;   // with memory behind them
+  Region map[SPL_N_MAP_ROWS];
+  Region arena;
+  ArenaPlan plan;
+  Counts counts{}, capacity{};  // of the newest call; what the arena is laid out for
+  int phase = SPL_PHASE_ALWAYS;
+  double ms[SPL_N_PHASES] = {};
+  LossSums sums{};          // of the newest loss
+
+  template <class T> T* row(int r) {
+    return (T*)(void*)(r < SPL_N_MAP_ROWS ? map[r].base : arena.base + plan.offset[r]);
+  }
+  int64_t item_bytes(int r) const { return row_info(r, params.sh_degree).item_bytes; }
+  int64_t used_bytes(int r) const { return (r < SPL_N_MAP_ROWS ? n : counts[row_info(r, params.sh_degree).count]) * item_bytes(r); }
+  int64_t budget() const { return params.budget_bytes > 0 ? params.budget_bytes : INT64_MAX; }
+};
+
+// ---- memory -----------------------------------------------------------------------------------------------------------
+inline int64_t held_bytes(const Context& c) {
+  int64_t sum = c.arena.committed;
+  for (const Region& r : c.map) sum += r.committed;
+  return sum;
+}
+
+// Grows the capacities and lays the arena out again; contents are lost. Capacities only grow; what a call learns on the
+// way (blocks, pairs, intersections) gets headroom, unless the budget is too tight for it. The address range is
+// generous, so that growing keeps the arena where it is.
+inline void fit_arena(Context& c, const Counts& need) {
+  Counts capacity = c.capacity;
+  bool grow = c.arena.base == nullptr;
+  for (int k = 0; k < SPL_N_COUNTS; ++k) {
+    if (need[k] <= capacity[k]) continue;
+    const bool headroom = k == SPL_BLOCKS || k == SPL_PAIRS || k == SPL_ISECTS;
+    capacity[k] = headroom ? need[k] + need[k] / 4 + 1024 : need[k];
+    grow = true;
+  }
+  c.counts = need;
+  if (!grow) return;
+  const int64_t others = held_bytes(c) - c.arena.committed;
+  auto plan_for = [&](const Counts& counts) { return plan_arena(counts, c.params.sh_degree, c.params.arena_alias, c.params.arena_debug); };
+  ArenaPlan plan = plan_for(capacity);
+  if (others + Region::rounded(plan.total) > c.budget()) plan = plan_for(capacity = need);
+  if (others + Region::rounded(plan.total) > c.budget())
+    fail(SPL_E_CAPACITY, "this view needs %lld MiB of scratch beside %lld MiB of map (%lld visible pairs, %lld intersections) > budget %lld MiB; "
+         "raise engine.vram_budget_mb or render smaller images", (long long)(plan.total >> 20), (long long)(others >> 20),
+         (long long)need[SPL_PAIRS], (long long)need[SPL_ISECTS], (long long)(c.budget() >> 20));
+  if (plan.total > c.arena.reserved) {
+    c.arena.release();
+    c.capacity = Counts{};
+    c.arena.reserve(std::max<int64_t>(4 * plan.total, 1ll << 30));
+  }
+  c.arena.commit(plan.total);
+  c.plan = plan;
+  c.capacity = capacity;
+}
+
+inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_E_CAPACITY
+  if (n > c.params.max_gaussians)
+    fail(SPL_E_CAPACITY, "%lld Gaussians > engine.max_gaussians %lld; raise it, prune, or relocate", (long long)n, (long long)c.params.max_gaussians);
+  const int64_t want = std::min(align_up(n, SPL_GROW_GAUSSIANS), c.params.max_gaussians);
+  if (want <= c.n_capacity) return;
+  int64_t after = c.arena.committed;
+  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) after += Region::rounded(want * c.item_bytes(r));
+  if (after > c.budget())
+    fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate",
+         (long long)n, (long long)(after >> 20), (long long)(c.budget() >> 20));
+  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(want * c.item_bytes(r));
+  c.n_capacity = want;
+}
+
+// Canaries and poison at the passage to `phase`, for arena_debug. Context offers fill(address, byte, count) and
+// first_other(address, byte, count), the first byte that differs or -1.
+template <class C> void check_and_poison(C& c, int phase) {
+  auto at = [&](int r) { return c.template row<uint8_t>(r); };
+  auto alive_in = [&](int r, int p) { const RowInfo i = row_info(r, c.params.sh_degree); return p >= i.first && p <= i.last; };
+  for (int r = SPL_N_MAP_ROWS; r < SPL_N_ROWS; ++r) {
+    if (!alive_in(r, c.phase)) continue;
+    const int64_t bad = c.first_other(at(r) + c.plan.bytes[r], 0xC5, SPL_CANARY_BYTES);
+    if (bad >= 0) fail(SPL_E_ARGUMENT, "arena: something wrote %lld bytes behind %s in phase %s (internal error)", (long long)bad + 1, row_info(r, 0).name, SPL_PHASE_NAMES[c.phase]);
+  }
+  const bool onwards = c.phase != SPL_PHASE_ALWAYS && phase > c.phase;
+  for (int r = SPL_N_MAP_ROWS; r < SPL_N_ROWS; ++r)  // dead rows first: a living one may share their bytes
+    if (onwards && alive_in(r, c.phase) && !alive_in(r, phase)) c.fill(at(r), 0xFF, c.plan.bytes[r] + SPL_CANARY_BYTES);
+  for (int r = SPL_N_MAP_ROWS; r < SPL_N_ROWS; ++r) {
+    if (!alive_in(r, phase) || (onwards && alive_in(r, c.phase))) continue;
+    c.fill(at(r), 0xFF, c.plan.bytes[r]);
+    c.fill(at(r) + c.plan.bytes[r], 0xC5, SPL_CANARY_BYTES);
+  }
+}
+
+// ---- arguments ----------------------------------------------------------------------------------------------------------
+inline View make_view(const spl_view* given, int stored_sh_degree) {
+  const spl_view& v = checked(given, "spl_view");
+  if (v.n_cameras < 1 || v.n_cameras > SPL_MAX_CAMERAS) fail(SPL_E_ARGUMENT, "n_cameras %d: must be 1..%d", v.n_cameras, (int)SPL_MAX_CAMERAS);
+  if (v.width < 1 || v.height < 1 || v.width > SPL_MAX_PX || v.height > SPL_MAX_PX)
+    fail(SPL_E_ARGUMENT, "image %dx%d: must be 1..%d pixels each way", v.width, v.height, (int)SPL_MAX_PX);
+  if (stored_sh_degree >= 0 && (v.sh_degree < 0 || v.sh_degree > stored_sh_degree))
+    fail(SPL_E_ARGUMENT, "view.sh_degree %d: must be 0..%d, what is stored", v.sh_degree, stored_sh_degree);
+  if (!v.viewmats || !v.Ks) fail(SPL_E_ARGUMENT, "viewmats and Ks must be given");
+  if (!(v.blur_px2 >= 0) || !(v.near_m > 0)) fail(SPL_E_ARGUMENT, "blur_px2 %g must be >= 0 and near_m %g > 0", v.blur_px2, v.near_m);
+  View out;
+  out.n_cameras = v.n_cameras; out.width = v.width; out.height = v.height;
+  out.tiles_x = (v.width + SPL_TILE_PX - 1) / SPL_TILE_PX;
+  out.tiles_y = (v.height + SPL_TILE_PX - 1) / SPL_TILE_PX;
+  out.sh_degree = v.sh_degree;
+  if (out.tiles() > INT32_MAX) fail(SPL_E_ARGUMENT, "%lld tiles > %d: fewer cameras or smaller images", (long long)out.tiles(), INT32_MAX);
+  memcpy(out.background, v.background, sizeof out.background);
+  for (int i = 0; i < v.n_cameras; ++i) {
+    for (int k = 0; k < 16; ++k) if (!finite(v.viewmats[16 * i + k])) fail(SPL_E_ARGUMENT, "viewmats[%d] is not finite", i);
+    for (int k = 0; k < 9; ++k) if (!finite(v.Ks[9 * i + k])) fail(SPL_E_ARGUMENT, "Ks[%d] is not finite", i);
+    if (!(v.Ks[9 * i] > 0 && v.Ks[9 * i + 4] > 0)) fail(SPL_E_ARGUMENT, "Ks[%d]: focal lengths %g, %g must be > 0", i, v.Ks[9 * i], v.Ks[9 * i + 4]);
+    out.cameras.push_back(make_camera(v.viewmats + 16 * i, v.Ks + 9 * i, v.width, v.height, v.blur_px2, v.near_m));
+  }
+  return out;
+}
+
+inline Source map_source(Context& c) {
+  return {c.row<float>(R_MEAN), c.row<float>(R_QUAT), c.row<float>(R_LOG_SCALE), c.row<float>(R_OPACITY), c.row<float>(R_SH), c.n,
+          (int)c.item_bytes(R_SH) / 4, false, false};
+}
+
+inline Source caller_source(const spl_gaussians* given) {
+  const spl_gaussians& g = checked(given, "spl_gaussians");
+  if (g.n < 0 || g.n > UINT32_MAX) fail(SPL_E_ARGUMENT, "%lld Gaussians: must be 0..%u", (long long)g.n, UINT32_MAX);
+  if (g.sh_degree < -1 || g.sh_degree > 3) fail(SPL_E_ARGUMENT, "sh_degree %lld: must be -1 (RGB) or 0..3", (long long)g.sh_degree);
+  if (g.n && !(g.means && g.quats && g.log_scales && g.logit_opacities && g.sh)) fail(SPL_E_ARGUMENT, "a Gaussian array is NULL");
+  const bool direct = g.sh_degree < 0;
+  const int K = direct ? 1 : (int)((g.sh_degree + 1) * (g.sh_degree + 1));
+  return {g.means, g.quats, g.log_scales, g.logit_opacities, g.sh, g.n, 3 * K, (g.flags & SPL_ACTIVATED) != 0, direct};
+}
+
+inline const spl_hyper& checked_hyper(const spl_hyper* given) {
+  const spl_hyper& h = checked(given, "spl_hyper");
+  const float rates[] = {h.lr_mean, h.lr_quat, h.lr_log_scale, h.lr_logit_opacity, h.lr_sh0, h.lr_sh_rest, h.ssim_weight, h.depth_weight, h.opacity_reg, h.scale_reg, h.eps, h.lr_mean_final, h.lr_decay_steps};
+  for (float r : rates) if (!(r >= 0) || !finite(r)) fail(SPL_E_ARGUMENT, "spl_hyper: a rate or weight is %g, must be >= 0 and finite", r);
+  if (!(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1)) fail(SPL_E_ARGUMENT, "beta1 %g, beta2 %g: must lie in [0, 1)", h.beta1, h.beta2);
+  if (h.lr_decay_steps > 0 && !(h.lr_mean > 0 && h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g and lr_mean_final %g must be > 0 to decay", h.lr_mean, h.lr_mean_final);
+  if (h.ssim_weight > 1) fail(SPL_E_ARGUMENT, "ssim_weight %g: must lie in [0, 1]", h.ssim_weight);
+  return h;
+}
+
+}  // namespace spl
