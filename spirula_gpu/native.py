@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import ctypes as c
+import functools
 import os
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,15 +97,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must no
 _libraries: dict[str, c.CDLL] = {}
 
 
-def load(backend: str = "auto") -> c.CDLL:
-    """The library of a backend (auto: cuda if its library exists, else cpu), with argument types set and versions checked."""
-    if backend not in ("auto", "cpu", "cuda"):
+def load(backend: str) -> c.CDLL:
+    """The library of a backend, cpu or cuda, with argument types set and versions checked."""
+    if backend not in ("cpu", "cuda"):
         raise NativeError("argument", f"backend '{backend}': must be auto, cpu or cuda")
-    if backend == "auto":
-        try:
-            return load("cuda")
-        except NativeError:
-            return load("cpu")
     if backend not in _libraries:
         path = library_path(backend)
         try:
@@ -126,6 +123,11 @@ def check_abi(lib: c.CDLL, path: Path) -> None:
             raise NativeError("argument", f"{path}: {kind.__name__} is {theirs} bytes there and {ours} here; build it again")
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
 class StepStats(NamedTuple):
     loss: float
     l1: float
@@ -137,15 +139,21 @@ class StepStats(NamedTuple):
 
 
 def array(x, shape: tuple, dtype=np.float32, name: str = "array") -> np.ndarray:
-    """`x` as a C-contiguous array of this dtype and shape (-1: any), or NativeError."""
-    out = np.ascontiguousarray(x, dtype)
+    """`x` as a C-contiguous array of this dtype and shape (-1: any), or NativeError. A torch tensor on a GPU stays there:
+    the CUDA backend reads it in place."""
+    if getattr(x, "is_cuda", False):
+        if str(x.dtype) != f"torch.{np.dtype(dtype).name}":
+            raise NativeError("argument", f"{name} on the GPU is {x.dtype}, must be {np.dtype(dtype).name}")
+        out = x.contiguous()
+    else:
+        out = np.ascontiguousarray(x, dtype)
     if out.ndim != len(shape) or any(want not in (-1, have) for want, have in zip(shape, out.shape)):
-        raise NativeError("argument", f"{name} has shape {out.shape}, must be {shape}")
+        raise NativeError("argument", f"{name} has shape {tuple(out.shape)}, must be {shape}")
     return out
 
 
-def pointer(x: np.ndarray | None) -> int | None:
-    return None if x is None else x.ctypes.data
+def pointer(x) -> int | None:
+    return None if x is None else x.data_ptr() if hasattr(x, "data_ptr") else x.ctypes.data
 
 
 def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m: float = 0.01, background=(0, 0, 0)) -> View:
@@ -166,17 +174,43 @@ def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0
 
 
 class Engine:
-    """One context of the native library: the map, the arena, and everything that works on them."""
+    """One context of the native library: the map, the arena, and everything that works on them.
+
+    backend auto: cuda where its library and a usable device are there, else cpu; `backend_reason` says why. A CUDA
+    library that is there but cannot be used is also reported once as a RuntimeWarning."""
 
     def __init__(self, backend: str = "auto", *, sh_degree: int = 3, max_gaussians: int = 1_000_000, budget_bytes: int = 0, threads: int = 0,
                  device: int = 0, arena_alias: bool = True, arena_debug: bool = False):
+        self.sh_degree, self.budget_bytes = sh_degree, budget_bytes
+        params = CreateParams(max_gaussians=max_gaussians, budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, device=device,
+                              arena_alias=arena_alias, arena_debug=arena_debug)
         self._ctx = c.c_void_p()
+        if backend == "auto":
+            self.backend_reason = self._open_auto(params)
+        else:
+            self._open(backend, params)
+            self.backend_reason = "asked for"
+
+    def _open(self, backend: str, params: CreateParams) -> None:
         self._lib = load(backend)
-        self.backend, self.sh_degree = self._lib.spl_backend().decode(), sh_degree
-        p = CreateParams(max_gaussians=max_gaussians, budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, device=device,
-                         arena_alias=arena_alias, arena_debug=arena_debug)
-        self.budget_bytes = budget_bytes
-        self._check(self._lib.spl_create(c.byref(p), c.byref(self._ctx)))
+        self.backend = self._lib.spl_backend().decode()
+        self._check(self._lib.spl_create(c.byref(params), c.byref(self._ctx)))
+
+    def _open_auto(self, params: CreateParams) -> str:
+        try:
+            library_path("cuda")
+        except NativeError:
+            self._open("cpu", params)
+            return "there is no libspirula_cuda.so"
+        try:
+            self._open("cuda", params)
+            return "a CUDA device is there"
+        except NativeError as e:
+            if e.kind != "device":  # a device that is there but refuses (arguments, memory) must not be hidden
+                raise
+            _warn_once(f"libspirula_cuda.so is there but not usable, the CPU is used instead: {e}")
+            self._open("cpu", params)
+            return str(e)
 
     def _check(self, status: int) -> None:
         if status:

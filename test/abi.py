@@ -11,7 +11,7 @@ import numpy as np
 from spirula_gpu.native import library_path
 
 HEADER = Path(__file__).resolve().parents[1] / "spirula_gpu" / "csrc" / "spirula.h"
-LIBRARY = library_path("cpu")
+BACKEND = "cpu"  # the library that a Context loads; the fixture `backend` sets it
 SCALARS = dict(int64_t=ctypes.c_int64, uint64_t=ctypes.c_uint64, int32_t=ctypes.c_int32, float=ctypes.c_float,
                double=ctypes.c_double, char=ctypes.c_char)
 ARGUMENT, CAPACITY = -1, -2
@@ -60,7 +60,8 @@ class Context:
     """spl_ctx with numpy in and out."""
 
     def __init__(self, **params):
-        self.library = ctypes.CDLL(str(LIBRARY))
+        self.backend = BACKEND
+        self.library = ctypes.CDLL(str(library_path(BACKEND)))
         self.library.spl_error.restype = ctypes.c_char_p
         self.library.spl_map_size.restype = self.library.spl_constant.restype = ctypes.c_int64
         self.sh_degree = params.setdefault("sh_degree", 3)
@@ -155,6 +156,17 @@ class Context:
         pointer, size = ctypes.c_void_p(), ctypes.c_int64()
         self._check(self.library.spl_buffer(self.ctx, name.encode(), ctypes.byref(pointer), ctypes.byref(size)))
         return np.frombuffer(ctypes.string_at(pointer, size.value), dtype)
+
+    def isects(self, n_tiles: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of all intersections in their order: 64-bit keys tile << 32 | order-preserving depth bits, and pairs."""
+        start = self.buffer("isect.tile_start", "i8")[:n_tiles + 1]
+        pairs = self.buffer("isect.pair", "u4")
+        pairs = (pairs[self.buffer("isect.slot", "u4")] if self.backend == "cpu" else pairs)[:start[-1]]
+        depth = self.buffer("proj.screen", "f4").reshape(-1, 10)[pairs, 6].view("u4") ^ np.uint32(0x80000000)
+        keys = np.repeat(np.arange(n_tiles, dtype=np.uint64), np.diff(start)) << np.uint64(32) | depth
+        if self.backend == "cpu":
+            np.testing.assert_array_equal(self.buffer("isect.key", "u8")[:start[-1]], keys)
+        return keys, pairs
 
     # ---- training
     def loss(self, view, images, target, hyper):

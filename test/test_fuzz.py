@@ -8,6 +8,7 @@ import oracle
 from abi import AbiError, Context, caller, hyper_of, struct, target_of, view_of
 from scenes import cameras, gaussians
 
+pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 1e-30, 1e30, -1e30, 3e38, -3e38, 1e-8, 1e6, -1e6, 1.0, -1.0]
 fuzz = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

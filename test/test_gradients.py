@@ -8,6 +8,7 @@ import oracle_torch
 from abi import Context, caller, f32, struct, view_of
 from scenes import cameras, gaussians
 
+pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 NAMES = ("means", "quats", "scales", "opacities", "sh", "viewmats")
 
 

@@ -11,6 +11,7 @@ from abi import CAPACITY, STRUCTS, AbiError, Context, caller, hyper_of, struct, 
 from scenes import cameras, gaussians
 from spirula_gpu import native
 
+pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 ALWAYS = -1
 
 
@@ -72,6 +73,8 @@ def test_the_table(degree):
 @pytest.mark.parametrize("n, n_cameras, width", [(2000, 2, 160), (10, 1, 640), (5000, 6, 33)])
 def test_rows_that_are_alive_together_share_no_byte(alias, n, n_cameras, width):
     context = stepped(n, width, 48, n_cameras, arena_alias=alias)
+    if context.backend == "cuda":
+        pytest.skip("spl_buffer hands out copies; the placement is the same arena.h")
     rows, shared = placed(context), 0
     for i, (a, a0, a1) in enumerate(rows):
         assert a0 % 64 == 0
@@ -128,8 +131,10 @@ print(grown, total)
 """
 
 
-def test_the_report_is_what_the_process_holds():
+def test_the_report_is_what_the_process_holds(backend):
     """Resident bytes of a process of its own, before and after; the address range that is only reserved must not count."""
+    if backend == "cuda":
+        pytest.skip("test_parity asks the driver")
     code = MEASURE.format(path=[str(Path(__file__).parent), *sys.path], n=300_000)
     grown, total = map(int, subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
     assert total > 200e6 and abs(grown - total) < 0.02 * total, f"resident +{grown / 1e6:.1f} MB, reported {total / 1e6:.1f} MB"
@@ -151,9 +156,9 @@ def test_more_than_max_gaussians_is_refused_and_the_map_stays():
 
 
 @pytest.mark.parametrize("budget_mb", [40, 60])
-def test_the_budget_holds(budget_mb):
+def test_the_budget_holds(budget_mb, backend):
     """Grow until the budget refuses; then the map is intact, small views still work and the bytes never exceed it."""
-    budget = budget_mb << 20
+    budget = budget_mb << 20 if backend == "cpu" else budget_mb << 22  # a device page is 2 MiB, and every row has its own
     context = Context(max_gaussians=10_000_000, budget_bytes=budget, sh_degree=1)
     held = lambda: sum(r.capacity_bytes for r in context.report().values())
     view = lambda size: view_of(*cameras(1, size, size), size, size, 0)
@@ -178,13 +183,14 @@ def test_the_budget_holds(budget_mb):
     assert np.isfinite(rgb).all() and alpha.max() > 0
 
 
-def test_appending_alone_obeys_the_budget():
-    context = Context(max_gaussians=10_000_000, budget_bytes=32 << 20, sh_degree=1)
-    with pytest.raises(AbiError, match="> budget 32 MiB; raise engine.vram_budget_mb") as error:
+def test_appending_alone_obeys_the_budget(backend):
+    budget_mb = 32 if backend == "cpu" else 128
+    context = Context(max_gaussians=10_000_000, budget_bytes=budget_mb << 20, sh_degree=1)
+    with pytest.raises(AbiError, match=f"> budget {budget_mb} MiB; raise engine.vram_budget_mb") as error:
         for i in range(1000):
             context.append(gaussians(3000, 1, i), owner=i)
     assert error.value.status == CAPACITY and i > 5 and len(context) == 3000 * i
-    assert sum(r.capacity_bytes for r in context.report().values()) <= 32 << 20
+    assert sum(r.capacity_bytes for r in context.report().values()) <= budget_mb << 20
     np.testing.assert_array_equal(context.read("map.owner"), np.repeat(np.arange(i), 3000))
     np.testing.assert_array_equal(context.read("map.mean", 3000 * (i - 1)), gaussians(3000, 1, i - 1).means)
 

@@ -8,6 +8,7 @@ import oracle
 from abi import ARGUMENT, AbiError, Context, caller, hyper_of, target_of, view_of
 from scenes import cameras, gaussians, look
 
+pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 SH0 = 0.28209479177387814
 
 

@@ -7,6 +7,7 @@ import oracle
 from abi import AbiError, Context, view_of
 from scenes import cameras, gaussians
 
+pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 SIZES = [(1, 1), (17, 13), (33, 65), (48, 32)]
 
 

@@ -83,7 +83,7 @@ enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PRO
 #define SPL_BACKEND_ROWS(X)                                                                                                 \
   X(R_CAMERAS,       "view.cameras",        SPL_OTHER,       96,       SPL_CAMERAS,   SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_V_CAMERAS,     "view.v_cameras",      SPL_OTHER,       48,       SPL_CAMERAS,   SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
-  X(R_SCRATCH,       "view.scratch",        SPL_OTHER,       8,        SPL_BINS,      SPL_PROJECT,     SPL_BIN,          0) \
+  X(R_SCRATCH,       "view.scratch",        SPL_OTHER,       8,        SPL_BINS,      SPL_PROJECT,     SPL_LOSS,         0) \
   X(R_CALLER,        "caller.gaussians",    SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_V_CALLER,      "caller.grads",        SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
   X(R_BOX,           "proj.box",            SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \

@@ -333,7 +333,8 @@ SPL_FN void adam(float& x, float& m, float& v, float g, float lr, const AdamStep
 // (Kheradmand et al. 2024, 3DGS as Markov Chain Monte Carlo, eq. 9; more than 51 copies count as 51)
 SPL_FN void relocate(float& logit_opacity, float* log_scale, int times, float min_opacity) {
   const int n = times < 51 ? times : 51;
-  const double o = fmin((double)sigmoid(logit_opacity), 0.999f), p = 1 - pow(1 - o, 1.0 / n);
+  const float opaque = fminf(sigmoid(logit_opacity), 0.999f);
+  const double o = opaque, p = 1 - pow(1 - o, 1.0 / n);
   double sum = 0;
   for (int i = 1; i <= n; ++i) {
     double binomial = 1, power = p;

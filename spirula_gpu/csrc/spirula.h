@@ -4,8 +4,10 @@
  * prints, throws or exits. Every function returns 0 (SPL_OK) or a negative spl_status; spl_error(ctx) then says the
  * number, the limit and the remedy, and the outputs are untouched.
  *
- * POINTERS are host pointers in the CPU library. In the CUDA library `host` arguments are host pointers and all image,
- * target and gaussian arrays are device pointers of the context's device. Arrays are C-contiguous, lengths in [..].
+ * POINTERS are host pointers. The CUDA library also takes device pointers of the context's device for every array of
+ * Gaussians, gradients, images and targets (not for the view), and reads targets and Gaussians there without a copy.
+ * What the caller's streams write there must be finished before the call; when it returns, all its work is done.
+ * Arrays are C-contiguous, lengths in [..].
  *
  * A COMPLETE EXAMPLE
  *     spl_create_params p = {sizeof p};  p.sh_degree = 3;  p.max_gaussians = 1 << 20;  p.arena_alias = 1;

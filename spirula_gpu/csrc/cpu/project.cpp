@@ -3,36 +3,10 @@
 // finds each survivor's slot as scan[block] + bits below its own, and writes its screen row, box and tile count.
 // Pairs are Gaussian-major (p = gaussian * C + camera), so the output is sorted by Gaussian.
 #include "context.h"
-#include <atomic>
-#include <climits>
 #include <cstring>
+#include "../gaussian.h"
 
 namespace spl {
-
-static SPL_FN bool load(const Source& s, int64_t i, Gaussian& g) {
-  const float *m = s.mean + 3 * i, *q = s.quat + 4 * i, *k = s.scale + 3 * i;
-  g.mean = {m[0], m[1], m[2]};
-  g.quat = {q[0], q[1], q[2], q[3]};
-  g.scale = s.activated ? Vec3{k[0], k[1], k[2]} : Vec3{expf(k[0]), expf(k[1]), expf(k[2])};
-  g.opacity = s.activated ? s.opacity[i] : sigmoid(s.opacity[i]);
-  const float n2 = quat_norm2(g.quat);
-  return n2 > 1e-20f && n2 < 1e20f;  // false for NaN
-}
-
-// Cheap and conservative: is the sphere of 3.34 sigma around the centre certainly off the image?
-static SPL_FN bool surely_outside(const Source& s, int64_t i, const Camera& cam, Vec3& p) {
-  const float *m = s.mean + 3 * i, *k = s.scale + 3 * i;
-  if (!project_center({m[0], m[1], m[2]}, cam, p)) return true;
-  const float largest = fmaxf(k[0], fmaxf(k[1], k[2]));
-  const float r = 3.34f * (s.activated ? largest : expf(largest));
-  // the box is made with the clamped Jacobian; its norm is at most f/z * sqrt(1 + tan^2)
-  const Clamp lim = jacobian_clamp(cam);
-  const float tx = fmaxf(fabsf(lim.x0), fabsf(lim.x1)), ty = fmaxf(fabsf(lim.y0), fabsf(lim.y1));
-  const float rz = 1.0f / p.z, slack = 3.34f * sqrtf(cam.blur) + 1.0f;
-  const float ex = cam.fx * rz * r * sqrtf(1 + tx * tx) + slack, ey = cam.fy * rz * r * sqrtf(1 + ty * ty) + slack;
-  const float x = cam.fx * p.x * rz + cam.cx, y = cam.fy * p.y * rz + cam.cy;
-  return x + ex < 0 || x - ex > cam.width || y + ey < 0 || y - ey > cam.height;
-}
 
 SPL_HOT static void mask_block(const Source& s, const View& v, int64_t block, uint32_t* words, int64_t* count) {
   uint32_t bits[SPL_MASK_WORDS] = {};
@@ -76,13 +50,7 @@ SPL_HOT static void compact_block(const Source& s, const View& v, int64_t block,
     Box box{};
     load(s, gi, g);
     project(g, cam, screen, box);
-    const float* sh = s.sh + gi * s.sh_floats;
-    const Vec3 color = s.direct_rgb ? Vec3{sh[0], sh[1], sh[2]} : sh_color(v.sh_degree, sh, g.mean, cam.center);
-    screen.r = s.direct_rgb ? color.x : clamp0(color.x);
-    screen.g = s.direct_rgb ? color.y : clamp0(color.y);
-    screen.b_ = s.direct_rgb ? color.z : clamp0(color.z);
-    const bool sane = fabsf(color.x) <= SPL_COLOR_MAX && fabsf(color.y) <= SPL_COLOR_MAX && fabsf(color.z) <= SPL_COLOR_MAX;
-    if (!sane) screen.opacity = 0;  // hits no tile
+    paint(s.direct_rgb ? Vec3{s.sh[3 * gi], s.sh[3 * gi + 1], s.sh[3 * gi + 2]} : sh_color(v.sh_degree, s.sh + gi * s.sh_floats, g.mean, cam.center), s.direct_rgb, screen);
     const Box16 q = encode_box(box, cam.width, cam.height);
     out.gaussian[slot] = (uint32_t)gi;
     out.camera[slot] = (uint16_t)ci;

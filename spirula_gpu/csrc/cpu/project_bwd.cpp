@@ -2,6 +2,7 @@
 // Adam, so that in training they never reach memory. One thread handles a Gaussian with all its pairs; the optimiser
 // visits only Gaussians that some camera sees.
 #include "context.h"
+#include "../gaussian.h"
 #include <cmath>
 #include <cstring>
 
@@ -18,12 +19,6 @@ static SPL_FN void add_slots(const Work& w, int64_t pair, float* v) {  // sum ov
   for (int k = 0; k < SPL_VGRAD_FLOATS; ++k) v[k] = 0;
   for (int64_t i = w.first[pair]; i < w.first[pair + 1]; ++i)
     for (int k = 0; k < SPL_VGRAD_FLOATS; ++k) v[k] += w.v_isect[i * SPL_VGRAD_FLOATS + k];
-}
-
-static SPL_FN Gaussian activated(const Source& s, int64_t i) {
-  const float *m = s.mean + 3 * i, *q = s.quat + 4 * i, *k = s.scale + 3 * i;
-  return {{m[0], m[1], m[2]}, {q[0], q[1], q[2], q[3]}, s.activated ? Vec3{k[0], k[1], k[2]} : Vec3{expf(k[0]), expf(k[1]), expf(k[2])},
-          s.activated ? s.opacity[i] : sigmoid(s.opacity[i])};
 }
 
 struct Total { GaussianGrad g; float sh[48]; float weight, error, nearest_z; };
@@ -137,7 +132,8 @@ SPL_HOT static void backprop_pairs(const Work& w, int64_t begin, int64_t end, Ca
     const int64_t gi = w.gaussian[p];
     int64_t q = p + 1;
     while (q < end && w.gaussian[q] == gi) ++q;
-    const Gaussian g = activated(w.s, gi);
+    Gaussian g;
+    load(w.s, gi, g);
     Total t{};
     t.nearest_z = 1e30f;
     gather(w, g, p, q, t, v_cam);

@@ -1,0 +1,98 @@
+"""Times of the training step and of rendering, and the memory they take, on the synthetic scenes of a scene.py.
+
+    python bench/bench_step.py --scene ../shared/bench/scene.py --out bench/results/step_h200.json --commit $(git rev-parse HEAD)
+
+scene.py offers make_scene(N, size=, dev=), make_cameras(C, W, H), make_target(C, W, H) and SIZE_LIGHT. Wall milliseconds
+of whole calls, which end with the device idle; medians after a warm-up. Learning rates are tiny, so that the load stays.
+Targets and rendered images are on the device. Needs torch with CUDA."""
+import argparse
+import ctypes
+import datetime
+import importlib.util
+import json
+import statistics
+import time
+
+import torch
+
+from spirula_gpu import native
+
+CASES = {"100k": (100_000, 1, 1280, 720), "1Mlight": (1_000_000, 1, 1920, 1080), "1M": (1_000_000, 1, 1920, 1080), "3M": (3_000_000, 1, 1920, 1080),
+         "10M": (10_000_000, 1, 1920, 1080), "15Mx5": (15_000_000, 5, 1600, 1066)}
+RATES = dict(lr_mean=1.6e-6, lr_quat=1e-5, lr_log_scale=5e-5, lr_logit_opacity=5e-4, lr_sh0=2.5e-5, lr_sh_rest=1.25e-6, beta1=0.9, beta2=0.999,
+             eps=1e-15, ssim_weight=0.2)
+
+
+def median(run, warm_up: int, repeats: int):
+    """Median wall ms of run(), and the medians per phase where its results have them."""
+    walls, phases = [], []
+    for i in range(warm_up + repeats):
+        begin = time.perf_counter()
+        result = run()
+        if i >= warm_up:
+            walls.append((time.perf_counter() - begin) * 1e3)
+            phases.append(result.ms if result else {})
+    return statistics.median(walls), {k: round(statistics.median(p[k] for p in phases), 4) for k in phases[0]}
+
+
+def load_engine(scene, n: int, light: bool) -> native.Engine:
+    s = scene.make_scene(n, size=scene.SIZE_LIGHT if light else None, dev="cuda")
+    engine = native.Engine("cuda", max_gaussians=n)
+    sh = torch.cat([s["sh0"], s["shN"]], 1)
+    engine.append(*(a.cpu().numpy() for a in (s["means"], s["quats"], s["log_scales"], s["logit_opac"], sh)))
+    return engine
+
+
+def measure(scene, name: str, warm_up: int, repeats: int) -> dict:
+    n, cameras, width, height = CASES[name]
+    viewmats, Ks = scene.make_cameras(cameras, width, height)
+    target = (scene.make_target(cameras, width, height) * 255).to(torch.uint8).cuda().contiguous()
+    out = [torch.empty(cameras, height, width, *tail, device="cuda") for tail in ((3,), (), ())]
+    view = native.view_of(viewmats.numpy(), Ks.numpy(), width, height, 3)
+    image = native.Image(rgb=out[0].data_ptr(), alpha=out[1].data_ptr(), depth=out[2].data_ptr())
+    torch.cuda.synchronize()
+    free_before = torch.cuda.mem_get_info()[0]
+    with load_engine(scene, n, name.endswith("light")) as engine:
+        torch.cuda.empty_cache()
+        render = lambda: engine._check(engine._lib.spl_render(engine._ctx, ctypes.byref(view), ctypes.byref(image)))
+        forward_ms, _ = median(render, warm_up, repeats)
+        forward_bytes = sum(r.capacity_bytes for r in engine.rows())
+        hyper = native.Hyper(**RATES)
+        step = lambda: engine.train_step(view, target, hyper)
+        stats = step()
+        step_ms, phases = median(step, warm_up, repeats)
+        *rows, arena = engine.rows()
+        held = sum(r.capacity_bytes for r in rows) + arena.capacity_bytes
+        mib = lambda b: round(b / 2**20, 1)
+        return dict(case=name, gaussians=n, cameras=cameras, width=width, height=height, pairs=stats.n_pairs, isects=stats.n_isects,
+                    forward_ms=round(forward_ms, 4), step_ms=round(step_ms, 4), step_phases_ms=phases, loss=stats.loss, alpha=float(out[1].mean()),
+                    engine_mib=mib(held), engine_forward_mib=mib(forward_bytes), arena_mib=mib(arena.capacity_bytes), arena_separate_mib=mib(arena.used_bytes),
+                    driver_mib=mib(free_before - torch.cuda.mem_get_info()[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scene", required=True, help="path of scene.py")
+    parser.add_argument("--cases", default="100k,1Mlight,1M,3M,10M", help=",".join(CASES))
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", help="JSON file")
+    args = parser.parse_args()
+    spec = importlib.util.spec_from_file_location("scene", args.scene)
+    scene = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scene)
+    rows = []
+    for name in args.cases.split(","):
+        rows.append(r := measure(scene, name, args.warm_up, args.repeats))
+        print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,}  isects {r['isects']:,}  "
+              + "  ".join(f"{k} {v:.3f}" for k, v in r["step_phases_ms"].items()), flush=True)
+    result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__,
+                  warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+// bin.cu: the pairs of each tile, front to back. Pairs are sorted by depth first, their intersections are written in
+// that order, and a stable sort by tile alone follows. The order is that of 64-bit keys (tile << 32 | depth), ties by
+// pair, but the many intersections are sorted by the few bits of a tile number instead of 32 more of depth.
+#include "context.h"
+#include "tiles.cuh"
+#include <cub/cub.cuh>
+
+namespace spl {
+
+template <class F> static void with_scratch(spl_ctx& c, const char* what, F&& run) {
+  size_t bytes = 0;
+  check(run((void*)nullptr, bytes), what);
+  const size_t room = c.capacity[SPL_BINS] * 8;
+  if (bytes > room) fail(SPL_E_MEMORY, "%s needs %zu bytes of scratch, %zu are planned (internal error)", what, bytes, room);
+  check(run(c.row<void>(R_SCRATCH), bytes), what);
+}
+
+int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
+  size_t most = 0, bytes = 0;
+  cub::DoubleBuffer<uint32_t> keys, values;
+  for (int64_t n : {blocks, pairs, pixels}) {
+    check(cub::DeviceScan::ExclusiveSum(nullptr, bytes, (int64_t*)nullptr, (int64_t*)nullptr, n), "sizing a scan");
+    most = std::max(most, bytes);
+  }
+  for (int64_t n : {pairs, isects}) {
+    check(cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, values, n, 0, 32), "sizing a sort");
+    most = std::max(most, bytes);
+  }
+  return (int64_t)(most + most / 8) / 8 + 1024;
+}
+
+int64_t scan(spl_ctx& c, int64_t* a, int64_t n) {
+  with_scratch(c, "scan", [&](void* temp, size_t& bytes) { return cub::DeviceScan::ExclusiveSum(temp, bytes, a, a, n, c.stream); });
+  return n;
+}
+
+static void sort(spl_ctx& c, cub::DoubleBuffer<uint32_t>& keys, cub::DoubleBuffer<uint32_t>& values, int64_t n, int bits) {
+  with_scratch(c, "sort", [&](void* temp, size_t& bytes) { return cub::DeviceRadixSort::SortPairs(temp, bytes, keys, values, n, 0, bits, c.stream); });
+}
+
+__global__ void gather_counts_kernel(const uint32_t* order, const uint32_t* tiles, int64_t nnz, int64_t* first) {
+  const int64_t i = thread_id();
+  if (i <= nnz) first[i] = i < nnz ? tiles[order[i]] : 0;
+}
+
+struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; uint32_t *key, *pair; int64_t nnz, room; };
+
+// A warp writes the intersections of 32 pairs, which follow each other, into their common window. Counting and writing
+// may round differently: what does not fit is left out, what is missing is filled with a tile behind the last one.
+__global__ void __launch_bounds__(128) keys_kernel(Dims v, KeyRows rows) {
+  const int64_t i = thread_id(), begin = i - lane_id();
+  if (begin >= rows.nnz) return;
+  Reach reach{};
+  uint32_t pair = 0;
+  int first_tile = 0;
+  if (i < rows.nnz) {
+    pair = rows.order[i];
+    reach = reach_of(rows.screen[pair], rows.box[pair], v);
+    first_tile = rows.camera[pair] * v.tiles_x * v.tiles_y;
+  }
+  int64_t at = rows.first[begin];
+  const int64_t end = min(rows.first[min(begin + 32, rows.nnz)], rows.room);
+  for_candidates(reach, inclusive_sum(reach.tiles), v, [&](int owner, int, bool hit, int tx, int ty) {
+    const uint32_t hits = __ballot_sync(ALL_LANES, hit), owner_pair = __shfl_sync(ALL_LANES, pair, owner);
+    const int owner_tile = __shfl_sync(ALL_LANES, first_tile, owner);
+    const int64_t to = at + __popc(hits & ((1u << lane_id()) - 1));
+    if (hit && to < end) {
+      rows.key[to] = (uint32_t)(owner_tile + ty * v.tiles_x + tx);
+      rows.pair[to] = owner_pair;
+    }
+    at += __popc(hits);
+  });
+  for (int64_t k = at + lane_id(); k < end; k += 32) {
+    rows.key[k] = (uint32_t)v.n_cameras * v.tiles_x * v.tiles_y;
+    rows.pair[k] = 0;
+  }
+}
+
+__global__ void tile_ranges_kernel(const uint32_t* key, int64_t n, int64_t tiles, int64_t* start) {
+  const int64_t i = thread_id();
+  if (i >= n) return;
+  const int64_t tile = key[i];
+  for (int64_t t = i ? (int64_t)key[i - 1] + 1 : 0; t <= tile; ++t) start[t] = i;
+  if (i == n - 1) for (int64_t t = tile + 1; t <= tiles; ++t) start[t] = n;
+}
+
+// first[i]: where the intersections of the i-th nearest pair begin. Returns the order, nearest first.
+static const uint32_t* sort_by_depth(spl_ctx& c, int64_t nnz) {
+  cub::DoubleBuffer<uint32_t> keys(c.row<uint32_t>(R_DEPTH_KEY), c.row<uint32_t>(R_DEPTH_KEY_ALT)), order(c.row<uint32_t>(R_ORDER), c.row<uint32_t>(R_ORDER_ALT));
+  sort(c, keys, order, nnz, 32);
+  gather_counts_kernel<<<blocks_for(nnz + 1, 256), 256, 0, c.stream>>>(order.Current(), c.row<uint32_t>(R_COUNT), nnz, c.row<int64_t>(R_FIRST));
+  launched("gather_counts_kernel");
+  scan(c, c.row<int64_t>(R_FIRST), nnz + 1);
+  return order.Current();
+}
+
+void bin(spl_ctx& c, const View& v) {
+  begin_phase(c, SPL_BIN);
+  const int64_t nnz = c.counts[SPL_PAIRS] - 1, n = (int64_t)c.readback->counters.isects, tiles = v.tiles();
+  int64_t* start = c.row<int64_t>(R_TILE_START);
+  if (!n) return check(cudaMemsetAsync(start, 0, (tiles + 1) * 8, c.stream), "clearing tiles");
+  const uint32_t* order = sort_by_depth(c, nnz);
+  const int from = c.sort_from_alt;
+  cub::DoubleBuffer<uint32_t> keys(c.row<uint32_t>(R_KEY), c.row<uint32_t>(R_KEY_ALT)), pairs(c.row<uint32_t>(R_PAIR), c.row<uint32_t>(R_PAIR_ALT));
+  keys.selector = pairs.selector = from;
+  keys_kernel<<<blocks_for(nnz, 128), 128, 0, c.stream>>>(dims_of(v), {c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<uint16_t>(R_CAMERA), order,
+                                                           c.row<int64_t>(R_FIRST), keys.Current(), pairs.Current(), nnz, c.capacity[SPL_ISECTS]});
+  launched("keys_kernel");
+  int bits = 1;
+  while (bits < 32 && tiles >> bits) ++bits;
+  sort(c, keys, pairs, n, bits);
+  if (pairs.selector != 0) {  // it should end in isect.pair: copy this time, start from the other side next time
+    check(cudaMemcpyAsync(c.row<uint32_t>(R_PAIR), pairs.Current(), n * 4, cudaMemcpyDeviceToDevice, c.stream), "copying pairs");
+    c.sort_from_alt = !c.sort_from_alt;
+  }
+  tile_ranges_kernel<<<blocks_for(n, 256), 256, 0, c.stream>>>(keys.Current(), n, tiles, start);
+  launched("tile_ranges_kernel");
+}
+
+}  // namespace spl

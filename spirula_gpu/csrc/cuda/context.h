@@ -1,0 +1,92 @@
+// context.h: what a CUDA context owns. Everything runs on its stream; the host waits twice a step, for the numbers of
+// pairs and intersections and for the end.
+#pragma once
+#define SPL_CUDA 1
+#define SPL_BACKEND_NAME "cuda"
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <cstdint>
+#include <vector>
+
+namespace spl {
+
+// A device address range that is reserved once and backed by memory as it grows: pointers stay, growth copies nothing.
+// Where the driver has no virtual memory management, growth allocates anew and copies.
+struct Region {
+  struct Chunk { CUmemGenericAllocationHandle handle; int64_t begin, bytes; };
+  uint8_t* base = nullptr;
+  int64_t reserved = 0, committed = 0;
+  std::vector<Chunk> chunks;
+  void reserve(int64_t bytes);
+  void commit(int64_t bytes);  // grows or shrinks; new bytes are zero
+  void release();
+  static int64_t rounded(int64_t bytes);  // what commit takes
+};
+
+}  // namespace spl
+
+#include "../host.h"
+
+namespace spl {
+
+struct Counters {  // slot 0 of view.cameras
+  int64_t nnz;
+  unsigned long long isects, shown_px, depth_px;
+};
+struct Readback { Counters counters; double sums[3]; };  // pinned
+
+struct Cameras {  // passed to kernels by value
+  Camera one;
+  const Camera* many;
+  int n;
+  __device__ __forceinline__ const Camera& operator[](int i) const { return n == 1 ? one : many[i]; }
+};
+
+struct Dims {  // of a View, for kernels
+  int n_cameras, width, height, tiles_x, tiles_y;
+  float background[3];
+};
+
+}  // namespace spl
+
+struct spl_ctx : spl::Context {
+  static constexpr int MAX_EVENTS = 32;
+  cudaStream_t stream = nullptr;
+  cudaEvent_t events[MAX_EVENTS] = {};
+  int event_phase[MAX_EVENTS] = {}, n_events = 0;
+  spl::Readback* readback = nullptr;
+  uint8_t* staging = nullptr;      // pinned
+  int64_t staging_bytes = 0, staging_used = 0;
+  spl::Source source{};            // of the newest projection, on the device
+  spl::Cameras cameras{};
+  bool sort_from_alt = false;      // where the tile sort starts, so that it ends in isect.pair
+  std::vector<uint8_t> shown;      // what spl_buffer handed out
+
+  spl::Counters* counters() { return row<spl::Counters>(R_CAMERAS); }
+  void fill(uint8_t* p, int byte, int64_t count);
+  int64_t first_other(const uint8_t* p, int byte, int64_t count);
+};
+
+#include "../ops.h"
+
+namespace spl {
+
+// A failed call becomes a Failure that says what was tried.
+void check(cudaError_t, const char* what);
+inline void launched(const char* kernel) { check(cudaGetLastError(), kernel); }
+bool on_device(const void*);
+// `from` where kernels can read it: itself if it is device memory, else copied to `row` (through pinned memory).
+const void* resident(spl_ctx&, void* row, const void* from, int64_t bytes);
+int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels);  // bin.cu: for SPL_BINS
+int64_t scan(spl_ctx&, int64_t* a, int64_t n);  // bin.cu: exclusive, in place
+
+inline Dims dims_of(const View& v) {
+  return {v.n_cameras, v.width, v.height, v.tiles_x, v.tiles_y, {v.background[0], v.background[1], v.background[2]}};
+}
+inline unsigned blocks_for(int64_t n, int threads) { return (unsigned)std::max<int64_t>((n + threads - 1) / threads, 1); }
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+__device__ __forceinline__ unsigned lane_id() { return threadIdx.x & 31; }
+__device__ __forceinline__ int64_t thread_id() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+
+}  // namespace spl

@@ -1,0 +1,123 @@
+// map.cu: the Gaussians themselves: append, compact, move. See cpu/map.cpp.
+#include "context.h"
+
+namespace spl {
+
+__global__ void fill_owner_kernel(int32_t* owner, int64_t n, int32_t value) {
+  const int64_t i = thread_id();
+  if (i < n) owner[i] = value;
+}
+
+__global__ void deactivate_kernel(float* scale, float* opacity, int64_t n) {
+  const int64_t i = thread_id();
+  if (i >= n) return;
+  for (int k = 0; k < 3; ++k) scale[3 * i + k] = logf(scale[3 * i + k]);
+  opacity[i] = logf(opacity[i] / (1 - opacity[i]));
+}
+
+void append_rows(spl_ctx& c, const Source& s, int32_t owner) {
+  if (!s.n) return;
+  auto behind = [&](int r) { return c.row<uint8_t>(r) + c.n * c.item_bytes(r); };
+  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) check(cudaMemsetAsync(behind(r), 0, s.n * c.item_bytes(r), c.stream), "clearing new Gaussians");
+  auto copy = [&](int r, const float* from) { check(cudaMemcpyAsync(behind(r), from, s.n * c.item_bytes(r), cudaMemcpyDefault, c.stream), "copying Gaussians"); };
+  copy(R_MEAN, s.mean); copy(R_QUAT, s.quat); copy(R_LOG_SCALE, s.scale); copy(R_OPACITY, s.opacity);
+  check(cudaMemcpy2DAsync(behind(R_SH), c.item_bytes(R_SH), s.sh, s.sh_floats * 4, s.sh_floats * 4, s.n, cudaMemcpyDefault, c.stream), "copying Gaussians");
+  if (s.activated) deactivate_kernel<<<blocks_for(s.n, 256), 256, 0, c.stream>>>((float*)behind(R_LOG_SCALE), (float*)behind(R_OPACITY), s.n);
+  fill_owner_kernel<<<blocks_for(s.n, 256), 256, 0, c.stream>>>((int32_t*)behind(R_OWNER), s.n, owner);
+  launched("fill_owner_kernel");
+  check(cudaStreamSynchronize(c.stream), "appending");
+}
+
+// Between calls the arena holds nothing; here it serves as scratch.
+static uint8_t* scratch(spl_ctx& c, int64_t& bytes) {
+  if (c.arena.committed >= bytes) return c.arena.base;
+  const int64_t room = c.budget() - (held_bytes(c) - c.arena.committed);
+  if (Region::rounded(bytes) > room) {
+    if (c.arena.committed < 65536) fail(SPL_E_CAPACITY, "no scratch memory is left below the budget of %lld MiB; raise engine.vram_budget_mb", (long long)(c.budget() >> 20));
+    bytes = c.arena.committed;
+    return c.arena.base;
+  }
+  if (c.arena.reserved < bytes) {
+    c.arena.release();
+    c.capacity = Counts{};
+    c.arena.reserve(std::max<int64_t>(bytes, 1ll << 30));
+  }
+  c.arena.commit(bytes);
+  return c.arena.base;
+}
+constexpr int64_t SCRATCH_BYTES = 32ll << 20;
+
+__global__ void gather_kernel(const uint32_t* row, int words, const uint32_t* index, int64_t n, uint32_t* out) {
+  const int64_t i = thread_id();
+  if (i < n * words) out[i] = row[(int64_t)index[i / words] * words + i % words];
+}
+
+// Gaussians index[0..n) to places to, to + 1, ..; index[k] >= to + k, so that nothing is overwritten before it is read.
+static void gather_rows(spl_ctx& c, const uint32_t* index, int64_t n, int64_t to, uint32_t* temp) {
+  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
+    const int words = (int)c.item_bytes(r) / 4;
+    gather_kernel<<<blocks_for(n * words, 256), 256, 0, c.stream>>>(c.row<uint32_t>(r), words, index, n, temp);
+    launched("gather_kernel");
+    check(cudaMemcpyAsync(c.row<uint32_t>(r) + to * words, temp, n * words * 4, cudaMemcpyDeviceToDevice, c.stream), "moving Gaussians");
+  }
+}
+
+int64_t keep_rows(spl_ctx& c, const uint8_t* given) {
+  std::vector<uint8_t> keep(c.n);
+  get(c, keep.data(), given, c.n);
+  int64_t first = 0;
+  while (first < c.n && keep[first]) ++first;
+  std::vector<uint32_t> index;  // of those that move
+  for (int64_t i = first; i < c.n; ++i) if (keep[i]) index.push_back((uint32_t)i);
+  const int64_t most = c.item_bytes(R_SH), total = (int64_t)index.size();
+  if (!total) return first;
+  int64_t bytes = SCRATCH_BYTES;
+  uint8_t* base = scratch(c, bytes);
+  const int64_t chunk = bytes / (most + 8);
+  uint32_t *on_device = (uint32_t*)base, *temp = (uint32_t*)(base + align_up(chunk * 4, 4));
+  for (int64_t at = 0; at < total; at += chunk) {
+    const int64_t n = std::min(chunk, total - at);
+    check(cudaMemcpyAsync(on_device, index.data() + at, n * 4, cudaMemcpyHostToDevice, c.stream), "copying indices");
+    gather_rows(c, on_device, n, first + at, temp);
+  }
+  check(cudaStreamSynchronize(c.stream), "compacting");
+  return first + total;
+}
+
+__global__ void relocate_kernel(float* opacity, float* log_scale, const int32_t* pairs, int64_t n, float min_opacity) {  // pairs: Gaussian, times
+  const int64_t i = thread_id();
+  if (i < n) relocate(opacity[(uint32_t)pairs[2 * i]], log_scale + 3 * (int64_t)(uint32_t)pairs[2 * i], pairs[2 * i + 1], min_opacity);
+}
+
+__global__ void move_kernel(uint32_t* row, int words, const int64_t* dst, const int64_t* src, int64_t n, bool clear) {
+  const int64_t i = thread_id(), k = i / words, word = i % words;
+  if (k < n) row[dst[k] * words + word] = clear ? 0 : row[src[k] * words + word];
+}
+
+void move_rows(spl_ctx& c, const std::vector<int>& times, int64_t n_moves, const int64_t* dst, const int64_t* src, float min_opacity) {
+  if (!n_moves) return;
+  std::vector<int32_t> sources;
+  for (int64_t i = 0; i < c.n; ++i) if (times[i] > 1) { sources.push_back((int32_t)(uint32_t)i); sources.push_back(times[i]); }
+  int64_t bytes = SCRATCH_BYTES;
+  uint8_t* base = scratch(c, bytes);
+  const int64_t chunk = bytes / 16, n_sources = (int64_t)sources.size() / 2;
+  for (int64_t at = 0; at < n_sources; at += chunk) {
+    const int64_t n = std::min(chunk, n_sources - at);
+    put(c, base, sources.data() + 2 * at, n * 8);
+    relocate_kernel<<<blocks_for(n, 128), 128, 0, c.stream>>>(c.row<float>(R_OPACITY), c.row<float>(R_LOG_SCALE), (const int32_t*)base, n, min_opacity);
+    launched("relocate_kernel");
+  }
+  for (int64_t at = 0; at < n_moves; at += chunk) {
+    const int64_t n = std::min(chunk, n_moves - at);
+    put(c, base, dst + at, n * 8);
+    put(c, base + n * 8, src + at, n * 8);
+    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
+      const int words = (int)c.item_bytes(r) / 4;
+      move_kernel<<<blocks_for(n * words, 256), 256, 0, c.stream>>>(c.row<uint32_t>(r), words, (const int64_t*)base, (const int64_t*)base + n, n, !(r <= R_SH || r == R_OWNER));
+      launched("move_kernel");
+    }
+  }
+  check(cudaStreamSynchronize(c.stream), "relocating");
+}
+
+}  // namespace spl

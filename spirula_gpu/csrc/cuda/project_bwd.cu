@@ -1,0 +1,269 @@
+// project_bwd.cu: from the gradients of the screen rows to those of the parameters, either into arrays or straight into
+// Adam, so that in training they never reach memory. One thread handles a Gaussian with all its pairs, which follow each
+// other; the many SH coefficients pass through shared memory, so that a warp reads and writes them in order.
+#include "context.h"
+#include "../gaussian.h"
+
+namespace spl {
+
+constexpr int THREADS = 128;
+
+struct Parameters { float *mean, *quat, *log_scale, *opacity, *sh; };
+struct Work {
+  Source s;
+  const uint32_t* gaussian; const uint16_t* camera; const float* v_screen;
+  int64_t nnz;
+  float* v_cameras;            // [C][12] R t, or null
+  Parameters x, m, v;          // Adam; or x: the gradients
+  int32_t* steps; float *weight, *error;
+  spl_hyper h;
+  float log_beta1, log_beta2;
+};
+
+template <int FLOATS> struct Shared {  // odd strides: no two lanes of a warp share a bank
+  float x[THREADS][FLOATS | 1];   // SH
+  float v[THREADS][FLOATS | 1];   // dL/d SH
+  uint32_t gaussian[THREADS];
+  float c1[THREADS], c2[THREADS];
+};
+
+struct Total { GaussianGrad g; float weight, error, nearest_z; };
+
+__device__ __forceinline__ void add_camera(float* to, const CameraGrad& v) {
+  float sum = v.t.x + v.t.y + v.t.z;
+  for (int k = 0; k < 9; ++k) sum += v.R.m[k];
+  if (!finite(sum)) return;
+  for (int k = 0; k < 9; ++k) atomicAdd(to + k, v.R.m[k]);
+  atomicAdd(to + 9, v.t.x); atomicAdd(to + 10, v.t.y); atomicAdd(to + 11, v.t.z);
+}
+
+// dL/d colour -> v_sh, dL/d mean
+template <int D> __device__ __forceinline__ Vec3 color_bwd(const float* x, Vec3 mean, Vec3 center, const float* v, float* v_sh) {
+  if constexpr (D < 0) {
+    for (int k = 0; k < 3; ++k) v_sh[k] += v[k];
+    return {0, 0, 0};
+  } else {
+    const Vec3 color = sh_color(D, x, mean, center);
+    asm volatile("" ::: "memory");  // read x from shared memory again: 48 registers are worth more
+    return sh_color_bwd(D, x, mean, center, {color.x > 0 ? v[0] : 0, color.y > 0 ? v[1] : 0, color.z > 0 ? v[2] : 0}, v_sh);
+  }
+}
+
+// All pairs of one Gaussian, from `pair` on.
+template <int D, bool CAMERAS> __device__ __forceinline__ void gather(const Work& w, const Cameras& cameras, const Gaussian& g, int64_t pair, const float* x, Total& t, float* v_sh) {
+  const uint32_t gi = w.gaussian[pair];
+  for (int64_t p = pair; p < w.nnz && w.gaussian[p] == gi; ++p) {
+    const int ci = w.camera[p];
+    const Camera& cam = cameras[ci];
+    t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
+    alignas(16) float v[SPL_VGRAD_FLOATS];
+    for (int k = 0; k < SPL_VGRAD_FLOATS / 4; ++k) *(float4*)(v + 4 * k) = ((const float4*)(w.v_screen + p * SPL_VGRAD_FLOATS))[k];
+    if (v[10] == 0) continue;  // no pixel drew it
+    t.weight += v[10];
+    t.error += v[11];
+    CameraGrad by_camera{};
+    project_bwd(g, cam, v, t.g, CAMERAS ? &by_camera : nullptr);
+    const Vec3 vm = color_bwd<D>(x, g.mean, cam.center, v + 7, v_sh);
+    t.g.mean = t.g.mean + vm;
+    if constexpr (CAMERAS) {  // camera centre = -R^T t: dL/dcentre = -vm
+      const float tt[3] = {cam.t.x, cam.t.y, cam.t.z}, vv[3] = {vm.x, vm.y, vm.z};
+      for (int i = 0; i < 3; ++i)
+        for (int j = 0; j < 3; ++j) by_camera.R.m[3 * i + j] += tt[i] * vv[j];
+      by_camera.t = by_camera.t + mul(cam.R, vm);
+      add_camera(w.v_cameras + 12 * ci, by_camera);
+    }
+  }
+}
+
+template <int FLOATS> __device__ __forceinline__ bool all_finite(const GaussianGrad& g, const float* v_sh) {
+  float sum = g.mean.x + g.mean.y + g.mean.z + g.quat.w + g.quat.x + g.quat.y + g.quat.z + g.scale.x + g.scale.y + g.scale.z + g.opacity;
+#pragma unroll
+  for (int k = 0; k < FLOATS; ++k) sum += v_sh[k];
+  return finite(sum);
+}
+
+// The gradients of the raw parameters, 11 floats: mean, quat, scale, opacity.
+__device__ __forceinline__ void raw_gradient(const Gaussian& g, const GaussianGrad& v, bool activated, float* out) {
+  const Vec3 ds = activated ? Vec3{1, 1, 1} : g.scale;
+  out[0] = v.mean.x; out[1] = v.mean.y; out[2] = v.mean.z;
+  out[3] = v.quat.w; out[4] = v.quat.x; out[5] = v.quat.y; out[6] = v.quat.z;
+  out[7] = v.scale.x * ds.x; out[8] = v.scale.y * ds.y; out[9] = v.scale.z * ds.z;
+  out[10] = v.opacity * (activated ? 1.0f : g.opacity * (1 - g.opacity));
+}
+
+template <int N> __device__ __forceinline__ void adam_row(float* x, float* m, float* v, const float* g, float lr, const AdamStep& a) {
+  float xs[N], ms[N], vs[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) { xs[k] = x[k]; ms[k] = m[k]; vs[k] = v[k]; }
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    adam(xs[k], ms[k], vs[k], g[k], lr, a);
+    x[k] = xs[k]; m[k] = ms[k]; v[k] = vs[k];
+  }
+}
+
+// Everything but SH. False: a non-finite gradient, which must not poison the moments.
+__device__ __forceinline__ bool adam_geometry(const Work& w, int64_t gi, const Gaussian& g, Total& t, bool sane, AdamStep& a) {
+  w.weight[gi] = fmaxf(w.weight[gi], t.weight);
+  if (t.weight > 1e-6f) w.error[gi] = 0.8f * w.error[gi] + 0.2f * t.error;
+  if (!sane) return false;
+  const float share = 1.0f / (float)w.nnz, reg = w.h.scale_reg * share / fmaxf(t.nearest_z, 1e-3f);
+  t.g.opacity += w.h.opacity_reg * share;
+  t.g.scale = t.g.scale + Vec3{reg, reg, reg};
+  const int steps = ++w.steps[gi];
+  a = {w.h.beta1, w.h.beta2, w.h.eps, -1.0f / expm1f(steps * w.log_beta1), -1.0f / expm1f(steps * w.log_beta2)};  // 1 / (1 - beta^steps)
+  float raw[11];
+  raw_gradient(g, t.g, false, raw);
+  const float age = w.h.lr_decay_steps > 0 ? fminf(steps / w.h.lr_decay_steps, 1.0f) : 0.0f;
+  const float lr_mean = age > 0 ? w.h.lr_mean * powf(w.h.lr_mean_final / w.h.lr_mean, age) : w.h.lr_mean;
+  adam_row<3>(w.x.mean + 3 * gi, w.m.mean + 3 * gi, w.v.mean + 3 * gi, raw, lr_mean, a);
+  adam_row<4>(w.x.quat + 4 * gi, w.m.quat + 4 * gi, w.v.quat + 4 * gi, raw + 3, w.h.lr_quat, a);
+  adam_row<3>(w.x.log_scale + 3 * gi, w.m.log_scale + 3 * gi, w.v.log_scale + 3 * gi, raw + 7, w.h.lr_log_scale, a);
+  adam_row<1>(w.x.opacity + gi, w.m.opacity + gi, w.v.opacity + gi, raw + 10, w.h.lr_logit_opacity, a);
+  return true;
+}
+
+__device__ __forceinline__ void write_geometry(const Work& w, int64_t gi, const Gaussian& g, const Total& t) {
+  float raw[11];
+  raw_gradient(g, t.g, w.s.activated, raw);
+  for (int k = 0; k < 3; ++k) { w.x.mean[3 * gi + k] = raw[k]; w.x.log_scale[3 * gi + k] = raw[7 + k]; }
+  for (int k = 0; k < 4; ++k) w.x.quat[4 * gi + k] = raw[3 + k];
+  w.x.opacity[gi] = raw[10];
+}
+
+// Calls f(Gaussian's place in the block, its coefficient) for the Gaussians of this warp that `which` names: lanes in
+// memory order, STEP at once, so that many loads are in flight.
+template <int FLOATS, int STEP, class F> __device__ __forceinline__ void in_memory_order(uint32_t which, int base, F&& f) {
+#pragma unroll
+  for (int j = 0; j < STEP; ++j) {
+    const int i = (base + j) * 32 + lane_id(), owner = i / FLOATS;
+    if (which >> owner & 1) f(j, threadIdx.x / 32 * 32 + owner, i - owner * FLOATS);
+  }
+}
+
+template <int FLOATS> __device__ __forceinline__ void load_sh(const Work& w, Shared<FLOATS>& s, uint32_t which) {
+  for (int base = 0; base < FLOATS; base += 3)
+    in_memory_order<FLOATS, 3>(which, base, [&](int, int t, int k) { s.x[t][k] = w.s.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k]; });
+}
+
+template <int FLOATS> __device__ __forceinline__ void write_sh(const Work& w, const Shared<FLOATS>& s, uint32_t which) {
+  for (int base = 0; base < FLOATS; base += 3)
+    in_memory_order<FLOATS, 3>(which, base, [&](int, int t, int k) { w.x.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k] = s.v[t][k]; });
+}
+
+template <int FLOATS> __device__ __forceinline__ void adam_sh(const Work& w, const Shared<FLOATS>& s, uint32_t which) {
+  constexpr int STEP = FLOATS % 6 == 0 ? 6 : 3;
+  for (int base = 0; base < FLOATS; base += STEP) {
+    float m[STEP], v[STEP];
+    in_memory_order<FLOATS, STEP>(which, base, [&](int j, int t, int k) {
+      const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
+      m[j] = w.m.sh[at]; v[j] = w.v.sh[at];
+    });
+    in_memory_order<FLOATS, STEP>(which, base, [&](int j, int t, int k) {
+      const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
+      float x = s.x[t][k];
+      adam(x, m[j], v[j], s.v[t][k], k < 3 ? w.h.lr_sh0 : w.h.lr_sh_rest, {w.h.beta1, w.h.beta2, w.h.eps, s.c1[t], s.c2[t]});
+      w.x.sh[at] = x; w.m.sh[at] = m[j]; w.v.sh[at] = v[j];
+    });
+  }
+}
+
+template <int D, bool ADAM, bool CAMERAS> __global__ void __launch_bounds__(THREADS, 4) project_bwd_kernel(const __grid_constant__ Work w, const __grid_constant__ Cameras cameras) {
+  constexpr int FLOATS = D < 0 ? 3 : 3 * (D + 1) * (D + 1);
+  extern __shared__ float memory[];
+  Shared<FLOATS>& s = *(Shared<FLOATS>*)memory;
+  const int64_t p = thread_id();
+  const uint32_t gi = p < w.nnz ? w.gaussian[p] : 0;
+  const bool first = p < w.nnz && (p == 0 || w.gaussian[p - 1] != gi);
+  const uint32_t firsts = __ballot_sync(ALL_LANES, first);
+  s.gaussian[threadIdx.x] = gi;
+  __syncwarp();
+  if (D >= 0) load_sh<FLOATS>(w, s, firsts);
+  __syncwarp();
+  bool sane = false;
+  if (first) {
+    float* v_sh = s.v[threadIdx.x];
+#pragma unroll
+    for (int k = 0; k < FLOATS; ++k) v_sh[k] = 0;
+    Gaussian g;
+    load(w.s, gi, g);
+    Total t{};
+    t.nearest_z = 1e30f;
+    gather<D, CAMERAS>(w, cameras, g, p, s.x[threadIdx.x], t, v_sh);
+    sane = all_finite<FLOATS>(t.g, v_sh);
+    if constexpr (ADAM) {
+      AdamStep a{};
+      sane = adam_geometry(w, gi, g, t, sane, a);
+      s.c1[threadIdx.x] = a.c1;
+      s.c2[threadIdx.x] = a.c2;
+    } else if (sane) {
+      write_geometry(w, gi, g, t);
+    }
+  }
+  const uint32_t which = __ballot_sync(ALL_LANES, sane);
+  __syncwarp();
+  if constexpr (ADAM) adam_sh<FLOATS>(w, s, which); else write_sh<FLOATS>(w, s, which);
+}
+
+// Where the caller's gradients are made: arrays of R_V_CALLER, each at a multiple of 256 bytes.
+static Parameters caller_grads(spl_ctx& c, const Source& s) {
+  float* at = c.row<float>(R_V_CALLER);
+  auto take = [&](int64_t floats) { float* p = at; at += align_up(floats, 64); return p; };
+  Parameters o;
+  o.mean = take(3 * s.n); o.quat = take(4 * s.n); o.log_scale = take(3 * s.n); o.opacity = take(s.n); o.sh = take(s.n * s.sh_floats);
+  return o;
+}
+
+static Parameters map_rows(spl_ctx& c, int mean, int quat, int scale, int opacity, int sh) {
+  return {c.row<float>(mean), c.row<float>(quat), c.row<float>(scale), c.row<float>(opacity), c.row<float>(sh)};
+}
+
+template <bool ADAM, bool CAMERAS> static void run(spl_ctx& c, const Work& w, int degree) {
+  if (!w.nnz) return;
+  auto* kernel = w.s.direct_rgb ? project_bwd_kernel<-1, ADAM, CAMERAS> : degree == 0 ? project_bwd_kernel<0, ADAM, CAMERAS> : degree == 1 ? project_bwd_kernel<1, ADAM, CAMERAS>
+               : degree == 2 ? project_bwd_kernel<2, ADAM, CAMERAS> : project_bwd_kernel<3, ADAM, CAMERAS>;
+  const int floats = w.s.direct_rgb ? 3 : 3 * (degree + 1) * (degree + 1), bytes = THREADS * (2 * (floats | 1) + 3) * 4;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "taking shared memory");
+  kernel<<<blocks_for(w.nnz, THREADS), THREADS, bytes, c.stream>>>(w, c.cameras);
+  launched("project_bwd_kernel");
+}
+
+static void copy_out(spl_ctx& c, const Work& w, const View& v, const spl_gaussian_grads& o) {
+  auto copy = [&](float* to, const float* from, int64_t floats) { check(cudaMemcpyAsync(to, from, floats * 4, cudaMemcpyDefault, c.stream), "copying gradients"); };
+  const int64_t n = w.s.n;
+  if (n) { copy(o.means, w.x.mean, 3 * n); copy(o.quats, w.x.quat, 4 * n); copy(o.log_scales, w.x.log_scale, 3 * n); copy(o.logit_opacities, w.x.opacity, n); copy(o.sh, w.x.sh, n * w.s.sh_floats); }
+  if (!o.viewmats) return;
+  std::vector<float> v_cameras(12 * v.n_cameras), viewmats(16 * v.n_cameras);
+  get(c, v_cameras.data(), w.v_cameras, v_cameras.size() * 4);
+  for (int i = 0; i < v.n_cameras; ++i)
+    for (int r = 0; r < 3; ++r) {
+      for (int k = 0; k < 3; ++k) viewmats[16 * i + 4 * r + k] = v_cameras[12 * i + 3 * r + k];
+      viewmats[16 * i + 4 * r + 3] = v_cameras[12 * i + 9 + r];
+    }
+  put(c, o.viewmats, viewmats.data(), viewmats.size() * 4);
+}
+
+void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
+  begin_phase(c, SPL_PROJECT_BWD);
+  Work w{};
+  w.s = c.source;
+  w.gaussian = c.row<uint32_t>(R_GAUSSIAN); w.camera = c.row<uint16_t>(R_CAMERA); w.v_screen = c.row<float>(R_V_SCREEN);
+  w.nnz = c.counts[SPL_PAIRS] - 1;
+  w.v_cameras = c.row<float>(R_V_CAMERAS);
+  if (sink.hyper) {
+    w.x = map_rows(c, R_MEAN, R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH);
+    w.m = map_rows(c, R_M_MEAN, R_M_QUAT, R_M_LOG_SCALE, R_M_OPACITY, R_M_SH);
+    w.v = map_rows(c, R_V_MEAN, R_V_QUAT, R_V_LOG_SCALE, R_V_OPACITY, R_V_SH);
+    w.steps = c.row<int32_t>(R_STEPS); w.weight = c.row<float>(R_WEIGHT); w.error = c.row<float>(R_ERROR);
+    w.h = *sink.hyper;
+    w.log_beta1 = (float)log((double)w.h.beta1); w.log_beta2 = (float)log((double)w.h.beta2);
+    return run<true, false>(c, w, v.sh_degree);
+  }
+  w.x = caller_grads(c, w.s);
+  check(cudaMemsetAsync(c.row<void>(R_V_CALLER), 0, c.counts[SPL_CALLER] * 4, c.stream), "clearing gradients");
+  check(cudaMemsetAsync(w.v_cameras, 0, 48 * v.n_cameras, c.stream), "clearing gradients");
+  if (sink.grads.viewmats) run<false, true>(c, w, v.sh_degree); else run<false, false>(c, w, v.sh_degree);
+  copy_out(c, w, v, sink.grads);
+}
+
+}  // namespace spl

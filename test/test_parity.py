@@ -1,0 +1,177 @@
+"""The CUDA backend against the CPU backend, stage by stage. Integers are equal and values agree to float32, except in a
+band where a threshold (alpha 1/255, transmittance, the edge of a tile or of the view) may fall on either side."""
+import ctypes
+import os
+
+import numpy as np
+import pytest
+
+import abi
+from abi import Context, hyper_of, target_of, view_of
+from conftest import cuda_missing
+from scenes import cameras, gaussians
+from spirula_gpu.metrics import psnr
+
+W, H = 331, 207
+
+
+if cuda_missing() and os.environ.get("SPIRULA_REQUIRE_CUDA") != "1":
+    pytest.skip(f"the CUDA backend is not tested: {cuda_missing()}", allow_module_level=True)
+
+
+def test_cuda_is_here():
+    assert not cuda_missing()
+
+
+def both(**params):
+    """A context of each backend: cpu, cuda."""
+    out = []
+    for backend in ("cpu", "cuda"):
+        before, abi.BACKEND = abi.BACKEND, backend
+        try:
+            out.append(Context(**params))
+        finally:
+            abi.BACKEND = before
+    return out
+
+
+def scene(n=4000, degree=3, n_cameras=3, seed=0, size=(0.005, 0.3)):
+    return gaussians(n, degree, seed, size=size), view_of(*cameras(n_cameras, W, H, seed), W, H, degree)
+
+
+def differing(a, b, tolerance):
+    """Share of elements that differ by more than `tolerance`, relative to the largest value for those beyond 1."""
+    return (np.abs(a - b) > tolerance * np.maximum(1, np.abs(a))).mean()
+
+
+@pytest.mark.parametrize("degree, n_cameras, size", [(0, 1, (0.005, 0.3)), (1, 5, (0.005, 0.3)), (2, 2, (0.001, 0.01)), (3, 3, (0.3, 3.0))])
+def test_projection(degree, n_cameras, size):
+    g, view = scene(degree=degree, n_cameras=n_cameras, size=size)
+    cpu, cuda = both(arena_alias=0)
+    for c in (cpu, cuda):
+        c.forward(g, view)
+    for name, kind in (("proj.mask", "u4"), ("proj.gaussian", "u4"), ("proj.camera", "u2")):
+        a, b = cpu.buffer(name, kind), cuda.buffer(name, kind)
+        used = len(a) if name == "proj.mask" else len(a) - 1  # the +1 of PAIRS is spare
+        if name == "proj.mask":
+            used -= 4
+        np.testing.assert_array_equal(a[:used], b[:used], err_msg=name)
+    a, b = (c.buffer("proj.screen", "f4").reshape(-1, 10)[:-1] for c in (cpu, cuda))
+    np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    a, b = (c.buffer("proj.box", "u2").reshape(-1, 4)[:-1].astype(int) for c in (cpu, cuda))
+    assert np.abs(a - b).max() <= 2
+
+
+@pytest.mark.parametrize("n, size", [(4000, (0.005, 0.3)), (300, (1.0, 3.0)), (20_000, (0.001, 0.01))])
+def test_tiles(n, size):
+    g, view = scene(n, 0, size=size)
+    tiles = 3 * -(-W // 16) * -(-H // 16)
+    sets = []
+    for c in both(arena_alias=0):
+        c.forward(g, view)
+        keys, pairs = c.isects(tiles)
+        assert (keys[1:] >= keys[:-1]).all()
+        sets.append(set(zip((keys >> np.uint64(32)).tolist(), pairs.tolist())))
+    assert len(sets[0]) > 1000 and len(sets[0] ^ sets[1]) <= max(2, 1e-4 * len(sets[0])), "only borderline tiles differ"
+
+
+@pytest.mark.parametrize("degree, size", [(3, (0.005, 0.3)), (1, (0.3, 1.5)), (0, (0.001, 0.02))])
+def test_images_and_gradients(degree, size):
+    g, view = scene(degree=degree, size=size)
+    view.background[:] = 0.1, 0.5, 0.9
+    rng = np.random.default_rng(1)
+    cpu, cuda = both()
+    images = [c.forward(g, view) for c in (cpu, cuda)]
+    flipped = np.zeros((3, H, W), bool)
+    for a, b in zip(*images):
+        assert differing(a, b, 1e-4) < 2e-3 and np.abs(a - b).max() < 0.1
+        flipped |= (np.abs(a - b) > 1e-4 * np.maximum(1, np.abs(a))).reshape(3, H, W, -1).any(-1)
+    v = [rng.normal(size=a.shape) * ~flipped.reshape(flipped.shape + (1,) * (a.ndim - 3)) for a in images[0]]
+    for name, a, b in zip(("means", "quats", "scales", "opacities", "sh", "viewmats"), cpu.backward(g, view, *v), cuda.backward(g, view, *v)):
+        assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(a), name
+        assert np.isfinite(b).all() and differing(a / np.abs(a).max(), b / np.abs(a).max(), 1e-3) < 1e-3, name
+
+
+@pytest.mark.parametrize("ssim_weight", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("with_depth, with_mask", [(False, False), (True, True)])
+def test_loss(ssim_weight, with_depth, with_mask):
+    rng, shape = np.random.default_rng(2), (3, H, W)
+    _, view = scene(10, 0)
+    images = [rng.random((*shape, 3)), rng.random(shape), rng.random(shape) * 3]
+    depth = np.where(rng.random(shape) < 0.3, 0, rng.uniform(0.5, 4, shape)) if with_depth else None
+    mask = rng.random(shape) < 0.7 if with_mask else None
+    target = target_of(rng.integers(0, 256, (*shape, 3)), depth, mask)
+    (a, *va), (b, *vb) = (c.loss(view, images, target, hyper_of(ssim_weight=ssim_weight, depth_weight=0.3)) for c in both())
+    for name in ("loss", "l1", "ssim", "depth"):
+        assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-5, abs=1e-7), name
+    for x, y in zip(va, vb):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * max(np.abs(x).max(), 1e-9))
+
+
+def test_insertion():
+    rng = np.random.default_rng(3)
+    g, view = scene(2000, 1, 1)
+    smooth = np.kron(rng.integers(0, 256, (1, -(-H // 8), -(-W // 8), 3)), np.ones((1, 8, 8, 1)))[:, :H, :W]
+    target = target_of(smooth, np.where(rng.random((1, H, W)) < 0.2, 0, rng.uniform(1, 4, (1, H, W))))
+    counts, means = [], []
+    for c in both(sh_degree=1):
+        c.append(g)
+        counts.append(c.insert(view, target, hole_spacing_px=2.0, detail_gain=0.4, seed=5))
+        means.append({tuple(m) for m in np.round(c.read("map.mean", 2000), 3).tolist()})
+    assert counts[0] > 1000 and abs(counts[0] - counts[1]) < 2e-3 * counts[0]
+    assert len(means[0] ^ means[1]) < 0.02 * len(means[0])
+
+
+def test_training_reaches_the_same_quality():
+    """200 steps from a disturbed copy of a scene."""
+    truth, (viewmats, Ks) = gaussians(1500, 1, 5, size=(0.03, 0.3)), cameras(4, 160, 120, 5)
+    rng, whole = np.random.default_rng(0), view_of(viewmats, Ks, 160, 120, 1)
+    image = (both(sh_degree=1)[0].forward(truth, whole)[0].clip(0, 1) * 255 + 0.5).astype(np.uint8)
+    start = truth._replace(means=truth.means + rng.normal(0, 0.03, truth.means.shape), sh=truth.sh + rng.normal(0, 0.3, truth.sh.shape))
+    reached = []
+    for c in both(sh_degree=1):
+        c.append(start)
+        for i in range(200):
+            k = i % 4
+            c.train_step(view_of(viewmats[k:k + 1], Ks[k:k + 1], 160, 120, 1), target_of(image[k:k + 1]), hyper_of(lr_mean=1e-3, lr_sh0=1e-2))
+        reached.append(np.mean([psnr(np.clip(a, 0, 1), b / 255.0) for a, b in zip(c.render(whole)[0].astype(float), image)]))
+    assert reached[0] > 30 and abs(reached[0] - reached[1]) < 0.1, reached
+
+
+def test_keep_and_relocate_of_a_large_map():
+    """More than one piece of the scratch memory that moves rows."""
+    n, rng = 300_000, np.random.default_rng(4)
+    g = gaussians(n, 3, 6)
+    keep = (rng.random(n) < 0.7).astype(np.uint8)
+    rows = []
+    for c in both(sh_degree=3, max_gaussians=n):
+        c.append(g)
+        c.write("adam.m.sh", np.tile(np.arange(n, dtype=np.float32)[:, None, None], (1, 16, 3)))
+        kept = ctypes.c_int64()
+        c.call("map_keep", keep, kept)
+        moved = np.arange(0, kept.value // 2, 3, dtype=np.int64)
+        c.call("map_relocate", len(moved), moved, kept.value - 1 - moved // 2, 0.005)
+        rows.append((kept.value, *(c.read(name) for name in ("map.mean", "map.log_scale", "map.logit_opacity", "map.sh", "adam.m.sh", "map.owner"))))
+    assert rows[0][0] == rows[1][0] == keep.sum()
+    for a, b in zip(rows[0][1:], rows[1][1:]):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_report_is_what_the_driver_says():
+    """Free memory of the device before and after growth of one context, against the report: within 2 %."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    def free():
+        a, b = ctypes.c_size_t(), ctypes.c_size_t()
+        assert driver.cuMemGetInfo_v2(ctypes.byref(a), ctypes.byref(b)) == 0
+        return a.value
+    def step(c):
+        c.train_step(view_of(*cameras(1, 640, 480), 640, 480, 3), target_of(np.zeros((1, 480, 640, 3))), hyper_of())
+    warm = both()[1]
+    warm.append(gaussians(1000, 3))
+    step(warm)
+    before = free()
+    c = both(max_gaussians=1_000_000)[1]
+    c.append(gaussians(300_000, 3, size=(0.01, 0.03)))
+    step(c)
+    taken, reported = before - free(), sum(r.capacity_bytes for r in c.report().values())
+    assert reported > 200e6 and abs(taken - reported) < 0.02 * reported, f"driver {taken / 1e6:.1f} MB, report {reported / 1e6:.1f} MB"
