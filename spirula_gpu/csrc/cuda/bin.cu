@@ -43,37 +43,62 @@ __global__ void gather_counts_kernel(const uint32_t* order, const uint32_t* tile
   if (i <= nnz) first[i] = i < nnz ? tiles[order[i]] : 0;
 }
 
-struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; uint32_t *key, *pair; int64_t nnz, room; };
+struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; uint32_t *key, *pair; int64_t nnz; };
 
-// A warp writes the intersections of 32 pairs, which follow each other, into their common window. Counting and writing
-// may round differently: what does not fit is left out, what is missing is filled with a tile behind the last one.
-__global__ void __launch_bounds__(128) keys_kernel(Dims v, KeyRows rows) {
-  const int64_t i = thread_id(), begin = i - lane_id();
-  if (begin >= rows.nnz) return;
+constexpr int KEYS_PER_WARP = 512;
+
+// The last i in [0, n) with first[i] <= x, by the whole warp; first[0] <= x.
+__device__ __forceinline__ int64_t search(const int64_t* first, int64_t n, int64_t x) {
+  int64_t begin = 0;
+  while (n > 1) {
+    const int64_t step = (n + 31) / 32, i = lane_id() * step;
+    const uint32_t below = __ballot_sync(ALL_LANES, i < n && first[begin + i] <= x);
+    const int last = 31 - __clz(below);
+    begin += last * step;
+    n = min(step, n - last * step);
+  }
+  return begin;
+}
+
+// The intersections of 32 pairs, which follow each other, as far as they fall into [low, high).
+__device__ __forceinline__ void write_pairs(const Dims& v, const KeyRows& rows, int64_t begin, int64_t low, int64_t high) {
   Reach reach{};
   uint32_t pair = 0;
   int first_tile = 0;
-  if (i < rows.nnz) {
-    pair = rows.order[i];
+  if (begin + lane_id() < rows.nnz) {
+    pair = rows.order[begin + lane_id()];
     reach = reach_of(rows.screen[pair], rows.box[pair], v);
     first_tile = rows.camera[pair] * v.tiles_x * v.tiles_y;
   }
   int64_t at = rows.first[begin];
-  const int64_t end = min(rows.first[min(begin + 32, rows.nnz)], rows.room);
-  for_candidates(reach, inclusive_sum(reach.tiles), v, [&](int owner, int, bool hit, int tx, int ty) {
-    const uint32_t hits = __ballot_sync(ALL_LANES, hit), owner_pair = __shfl_sync(ALL_LANES, pair, owner);
-    const int owner_tile = __shfl_sync(ALL_LANES, first_tile, owner);
-    const int64_t to = at + __popc(hits & ((1u << lane_id()) - 1));
-    if (hit && to < end) {
-      rows.key[to] = (uint32_t)(owner_tile + ty * v.tiles_x + tx);
-      rows.pair[to] = owner_pair;
+  high = min(high, rows.first[min(begin + 32, rows.nnz)]);
+  for_rows(reach, inclusive_sum(reach.rows), v, [&](int owner, int, int row, Columns columns) {
+    const int tile = __shfl_sync(ALL_LANES, first_tile, owner) + row * v.tiles_x + columns.first;  // the first of this lane's row
+    const uint32_t of = __shfl_sync(ALL_LANES, pair, owner);
+    const int ends = inclusive_sum(columns.count), total = __shfl_sync(ALL_LANES, ends, 31);
+    const int skipped = (int)min(max(low - at, (int64_t)0), (int64_t)total), stop = (int)max(min(high - at, (int64_t)total), (int64_t)0);
+    for (int base = skipped; base < stop; base += 32) {  // the tiles of these 32 rows, spread over the lanes
+      const int k = base + lane_id(), from = owner_of(k, ends), begins = __shfl_sync(ALL_LANES, ends - columns.count, from);
+      const uint32_t key = (uint32_t)(__shfl_sync(ALL_LANES, tile, from) + k - begins), key_pair = __shfl_sync(ALL_LANES, of, from);
+      if (k >= stop) continue;
+      rows.key[at + k] = key;
+      rows.pair[at + k] = key_pair;
     }
-    at += __popc(hits);
+    at += total;
+    return at < high;
   });
-  for (int64_t k = at + lane_id(); k < end; k += 32) {
+  // Counting and writing may round differently: what did not fit is left out, what is missing gets a tile behind the last one.
+  for (int64_t k = max(at, low) + lane_id(); k < high; k += 32) {
     rows.key[k] = (uint32_t)v.n_cameras * v.tiles_x * v.tiles_y;
     rows.pair[k] = 0;
   }
+}
+
+// A warp makes KEYS_PER_WARP intersections, of one pair or of hundreds: near splats, which cover many tiles, follow each other.
+__global__ void __launch_bounds__(128) keys_kernel(Dims v, KeyRows rows, int64_t n) {
+  const int64_t low = thread_id() / 32 * KEYS_PER_WARP, high = min(low + KEYS_PER_WARP, n);
+  if (low >= n) return;
+  for (int64_t begin = search(rows.first, rows.nnz, low); begin < rows.nnz && rows.first[begin] < high; begin += 32) write_pairs(v, rows, begin, low, high);
 }
 
 __global__ void tile_ranges_kernel(const uint32_t* key, int64_t n, int64_t tiles, int64_t* start) {
@@ -103,8 +128,8 @@ void bin(spl_ctx& c, const View& v) {
   const int from = c.sort_from_alt;
   cub::DoubleBuffer<uint32_t> keys(c.row<uint32_t>(R_KEY), c.row<uint32_t>(R_KEY_ALT)), pairs(c.row<uint32_t>(R_PAIR), c.row<uint32_t>(R_PAIR_ALT));
   keys.selector = pairs.selector = from;
-  keys_kernel<<<blocks_for(nnz, 128), 128, 0, c.stream>>>(dims_of(v), {c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<uint16_t>(R_CAMERA), order,
-                                                           c.row<int64_t>(R_FIRST), keys.Current(), pairs.Current(), nnz, c.capacity[SPL_ISECTS]});
+  keys_kernel<<<blocks_for((n + KEYS_PER_WARP - 1) / KEYS_PER_WARP * 32, 128), 128, 0, c.stream>>>(dims_of(v), {c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<uint16_t>(R_CAMERA), order,
+                                                           c.row<int64_t>(R_FIRST), keys.Current(), pairs.Current(), nnz}, n);
   launched("keys_kernel");
   int bits = 1;
   while (bits < 32 && tiles >> bits) ++bits;

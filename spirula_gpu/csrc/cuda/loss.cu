@@ -1,9 +1,11 @@
 // loss.cu: the loss and its gradient; see cpu/loss.cpp. One block a tile, the halo in shared memory, all channels at once.
+// In both directions of the window a thread makes four outputs from fourteen inputs.
 #include "context.h"
 
 namespace spl {
 
-constexpr int L = SPL_TILE_PX, HALO = 5, TAPS = 11, PATCH = L + 2 * HALO, THREADS = L * L;
+constexpr int L = SPL_TILE_PX, HALO = 5, TAPS = 11, PATCH = L + 2 * HALO, THREADS = L * L, RUN = 4, INPUTS = RUN + TAPS - 1;
+constexpr int STRIDE_IN = 28, STRIDE_OUT = 20;  // of rows in shared memory: 16-byte aligned; no bank conflicts down the columns
 constexpr float C1 = 0.01f * 0.01f, C2 = 0.03f * 0.03f;
 __constant__ float WINDOW[TAPS] = {0.00102838008f, 0.00759875814f, 0.03600077213f, 0.10936068951f, 0.21300553771f, 0.26601172486f,
                                    0.21300553771f, 0.10936068951f, 0.03600077213f, 0.00759875814f, 0.00102838008f};
@@ -43,12 +45,44 @@ __global__ void count_kernel(Images im, int64_t pixels, Counters* counters) {
   atomicAdd(&counters->depth_px, (unsigned long long)n_known);
 }
 
+// RUN neighbouring outputs of the window from INPUTS inputs, for N quantities.
+template <int N, class Get> __device__ __forceinline__ void convolve(float (&out)[N][RUN], Get&& get) {  // get(input, values[N])
+#pragma unroll
+  for (int i = 0; i < INPUTS; ++i) {
+    float value[N];
+    get(i, value);
+#pragma unroll
+    for (int r = 0; r < RUN; ++r) {
+      const int tap = i - r;
+      if (tap < 0 || tap >= TAPS) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) out[n][r] += WINDOW[tap] * value[n];
+    }
+  }
+}
+
+__device__ __forceinline__ void load_run(const float* row, float* out) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) *(float4*)(out + 4 * k) = ((const float4*)row)[k];
+}
+
+// SSIM of a pixel from its moments x, y, xx, yy, xy, and its derivatives by mu1, sigma1^2, sigma12.
+__device__ __forceinline__ float ssim_of(const float* m, float* d) {
+  const float mu1 = m[0], mu2 = m[1], s1 = m[2] - mu1 * mu1, s2 = m[3] - mu2 * mu2, s12 = m[4] - mu1 * mu2;
+  const float A = 2 * mu1 * mu2 + C1, B = 2 * s12 + C2, C = mu1 * mu1 + mu2 * mu2 + C1, D = s1 + s2 + C2;
+  const float iCD = 1.0f / (C * D), ssim = A * B * iCD;
+  d[1] = -ssim / D;
+  d[2] = 2 * A * iCD;
+  d[0] = 2 * mu2 * B * iCD - 2 * mu1 * ssim / C - 2 * mu1 * d[1] - mu2 * d[2];
+  return ssim;
+}
+
 __global__ void __launch_bounds__(THREADS) ssim_kernel(Dims v, Images im) {
-  __shared__ float x[3][PATCH][PATCH + 1], y[3][PATCH][PATCH + 1], moment[5][PATCH][L];
+  __shared__ alignas(16) float x[3][PATCH][STRIDE_IN], y[3][PATCH][STRIDE_IN], moment[3][5][PATCH][STRIDE_OUT];
   __shared__ double parts[THREADS / 32];
   const Spot t = spot_of(v);
-  for (int i = threadIdx.x; i < PATCH * PATCH; i += THREADS) {
-    const int r = i / PATCH, k = i % PATCH, py = t.y0 + r - HALO, px = t.x0 + k - HALO;
+  for (int i = threadIdx.x; i < PATCH * STRIDE_IN; i += THREADS) {
+    const int r = i / STRIDE_IN, k = i % STRIDE_IN, py = t.y0 + r - HALO, px = t.x0 + k - HALO;
     const int64_t at = t.image + (int64_t)py * v.width + px;
     const bool inside = py >= 0 && py < v.height && px >= 0 && px < v.width && shown(im, at);
 #pragma unroll
@@ -57,35 +91,28 @@ __global__ void __launch_bounds__(THREADS) ssim_kernel(Dims v, Images im) {
       y[c][r][k] = inside ? im.target[3 * at + c] * (1.0f / 255.0f) : 0.0f;
     }
   }
-  const int row = threadIdx.x / L, column = threadIdx.x % L;
-  const bool mine = t.y0 + row < v.height && t.x0 + column < v.width;
-  float* out = im.partials + 9 * (t.image + (int64_t)(t.y0 + row) * v.width + t.x0 + column);
+  __syncthreads();
+  for (int i = threadIdx.x; i < 3 * PATCH * (L / RUN); i += THREADS) {
+    const int k = i % (L / RUN) * RUN, r = i / (L / RUN) % PATCH, c = i / (L / RUN) / PATCH;
+    float xs[16], ys[16], out[5][RUN] = {};
+    load_run(&x[c][r][k], xs);
+    load_run(&y[c][r][k], ys);
+    convolve(out, [&](int j, float* m) { m[0] = xs[j]; m[1] = ys[j]; m[2] = xs[j] * xs[j]; m[3] = ys[j] * ys[j]; m[4] = xs[j] * ys[j]; });
+#pragma unroll
+    for (int m = 0; m < 5; ++m) *(float4*)&moment[c][m][r][k] = make_float4(out[m][0], out[m][1], out[m][2], out[m][3]);
+  }
+  __syncthreads();
   double sum = 0;
-  for (int c = 0; c < 3; ++c) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < PATCH * L; i += THREADS) {
-      const int r = i / L, k = i % L;
-      float a = 0, b = 0, aa = 0, bb = 0, ab = 0;
+  if (threadIdx.x < 3 * L * (L / RUN)) {
+    const int column = threadIdx.x % L, row = threadIdx.x / L % (L / RUN) * RUN, c = threadIdx.x / L / (L / RUN);
+    float out[5][RUN] = {};
+    convolve(out, [&](int j, float* m) { for (int k = 0; k < 5; ++k) m[k] = moment[c][k][row + j][column]; });
 #pragma unroll
-      for (int j = 0; j < TAPS; ++j) {
-        const float p = x[c][r][k + j], q = y[c][r][k + j], wp = WINDOW[j] * p, wq = WINDOW[j] * q;
-        a += wp; b += wq; aa += wp * p; bb += wq * q; ab += wp * q;
-      }
-      moment[0][r][k] = a; moment[1][r][k] = b; moment[2][r][k] = aa; moment[3][r][k] = bb; moment[4][r][k] = ab;
+    for (int r = 0; r < RUN; ++r) {
+      if (t.y0 + row + r >= v.height || t.x0 + column >= v.width) continue;
+      const float m[5] = {out[0][r], out[1][r], out[2][r], out[3][r], out[4][r]};
+      sum += ssim_of(m, im.partials + 9 * (t.image + (int64_t)(t.y0 + row + r) * v.width + t.x0 + column) + 3 * c);
     }
-    __syncthreads();
-    float m[5] = {};
-#pragma unroll
-    for (int j = 0; j < TAPS; ++j)
-#pragma unroll
-      for (int k = 0; k < 5; ++k) m[k] += WINDOW[j] * moment[k][row + j][column];
-    const float mu1 = m[0], mu2 = m[1], s1 = m[2] - mu1 * mu1, s2 = m[3] - mu2 * mu2, s12 = m[4] - mu1 * mu2;
-    const float A = 2 * mu1 * mu2 + C1, B = 2 * s12 + C2, C = mu1 * mu1 + mu2 * mu2 + C1, D = s1 + s2 + C2;
-    const float iCD = 1.0f / (C * D), ssim = A * B * iCD, d_s1 = -ssim / D, d_s12 = 2 * A * iCD;
-    const float d_mu1 = 2 * mu2 * B * iCD - 2 * mu1 * ssim / C - 2 * mu1 * d_s1 - mu2 * d_s12;
-    if (!mine) continue;
-    out[3 * c] = d_mu1; out[3 * c + 1] = d_s1; out[3 * c + 2] = d_s12;
-    sum += ssim;
   }
   sum = block_sum(sum, parts);
   if (threadIdx.x == 0) im.sums[4 * (int64_t)blockIdx.x] = sum;
@@ -108,55 +135,50 @@ __device__ __forceinline__ float depth_term(const Images& im, float weight, int6
   return d > 0 ? fabsf(e) / d : 0.0f;
 }
 
+// d loss / d rgb of the tile.
+__device__ __forceinline__ void color_gradient(const Dims& v, const Images& im, const Spot& t, float w_l1, float w_ssim) {
+  __shared__ alignas(16) float p[9][PATCH][STRIDE_IN], across[9][PATCH][STRIDE_OUT];  // 3 channels x 3 derivatives
+  if (w_ssim != 0) {
+    for (int i = threadIdx.x; i < PATCH * PATCH * 9; i += THREADS) {
+      const int r = i / (PATCH * 9), rest = i - r * (PATCH * 9), k = rest / 9, j = rest - k * 9, py = t.y0 + r - HALO, px = t.x0 + k - HALO;
+      const bool inside = py >= 0 && py < v.height && px >= 0 && px < v.width;
+      p[j][r][k] = inside ? im.partials[9 * (t.image + (int64_t)py * v.width + px) + j] : 0.0f;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 9 * PATCH * (L / RUN); i += THREADS) {
+      const int k = i % (L / RUN) * RUN, r = i / (L / RUN) % PATCH, j = i / (L / RUN) / PATCH;
+      float in[16], out[1][RUN] = {};
+      load_run(&p[j][r][k], in);
+      convolve(out, [&](int i, float* m) { m[0] = in[i]; });
+      *(float4*)&across[j][r][k] = make_float4(out[0][0], out[0][1], out[0][2], out[0][3]);
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x >= 3 * L * (L / RUN)) return;
+  const int column = threadIdx.x % L, row = threadIdx.x / L % (L / RUN) * RUN, c = threadIdx.x / L / (L / RUN);
+  float d[3][RUN] = {};
+  if (w_ssim != 0) convolve(d, [&](int i, float* m) { for (int j = 0; j < 3; ++j) m[j] = across[3 * c + j][row + i][column]; });
+#pragma unroll
+  for (int r = 0; r < RUN; ++r) {
+    if (t.y0 + row + r >= v.height || t.x0 + column >= v.width) continue;
+    const int64_t at = t.image + (int64_t)(t.y0 + row + r) * v.width + t.x0 + column;
+    const float x = im.rgb[3 * at + c], y = im.target[3 * at + c] * (1.0f / 255.0f);
+    im.v_rgb[3 * at + c] = shown(im, at) ? w_l1 * sign(x - y) - w_ssim * (d[0][r] + 2 * x * d[1][r] + y * d[2][r]) : 0.0f;
+  }
+}
+
 __global__ void __launch_bounds__(THREADS) loss_bwd_kernel(Dims v, Images im, Weights unit, const Counters* counters) {
-  __shared__ float p[3][PATCH][PATCH + 1], across[3][PATCH][L];
   __shared__ double parts[THREADS / 32];
   const Spot t = spot_of(v);
+  color_gradient(v, im, t, unit.l1 / (3.0f * (float)max(counters->shown_px, 1ull)), unit.ssim);
   const int row = threadIdx.x / L, column = threadIdx.x % L;
-  const bool mine = t.y0 + row < v.height && t.x0 + column < v.width;
   const int64_t at = t.image + (int64_t)(t.y0 + row) * v.width + t.x0 + column;
-  const bool counted = mine && shown(im, at);
-  const float w_l1 = unit.l1 / (3.0f * (float)max(counters->shown_px, 1ull)), w_depth = unit.depth / (float)max(counters->depth_px, 1ull);
-  float l1 = 0;
-  for (int c = 0; c < 3; ++c) {
-    float d[3] = {};
-    if (unit.ssim != 0) {
-      __syncthreads();
-      for (int i = threadIdx.x; i < PATCH * PATCH; i += THREADS) {
-        const int r = i / PATCH, k = i % PATCH, py = t.y0 + r - HALO, px = t.x0 + k - HALO;
-        const bool inside = py >= 0 && py < v.height && px >= 0 && px < v.width;
-        const float* in = im.partials + 9 * (t.image + (int64_t)py * v.width + px) + 3 * c;
-#pragma unroll
-        for (int j = 0; j < 3; ++j) p[j][r][k] = inside ? in[j] : 0.0f;
-      }
-      __syncthreads();
-      for (int i = threadIdx.x; i < PATCH * L; i += THREADS) {
-        const int r = i / L, k = i % L;
-        float a[3] = {};
-#pragma unroll
-        for (int tap = 0; tap < TAPS; ++tap)
-#pragma unroll
-          for (int j = 0; j < 3; ++j) a[j] += WINDOW[tap] * p[j][r][k + tap];
-#pragma unroll
-        for (int j = 0; j < 3; ++j) across[j][r][k] = a[j];
-      }
-      __syncthreads();
-#pragma unroll
-      for (int tap = 0; tap < TAPS; ++tap)
-#pragma unroll
-        for (int j = 0; j < 3; ++j) d[j] += WINDOW[tap] * across[j][row + tap][column];
-    }
-    if (!mine) continue;
-    float g = 0;
-    if (counted) {
-      const float x = im.rgb[3 * at + c], y = im.target[3 * at + c] * (1.0f / 255.0f);
-      l1 += fabsf(x - y);
-      g = w_l1 * sign(x - y) - unit.ssim * (d[0] + 2 * x * d[1] + y * d[2]);
-    }
-    im.v_rgb[3 * at + c] = g;
+  float l1 = 0, depth = 0;
+  if (t.y0 + row < v.height && t.x0 + column < v.width) {
+    if (shown(im, at)) for (int c = 0; c < 3; ++c) l1 += fabsf(im.rgb[3 * at + c] - im.target[3 * at + c] * (1.0f / 255.0f));
+    depth = depth_term(im, unit.depth / (float)max(counters->depth_px, 1ull), at);
+    im.error[at] = l1 * (1.0f / 3.0f);
   }
-  const float depth = mine ? depth_term(im, w_depth, at) : 0.0f;
-  if (mine) im.error[at] = l1 * (1.0f / 3.0f);
   const double l1_sum = block_sum(l1, parts), depth_sum = block_sum(depth, parts);
   if (threadIdx.x) return;
   im.sums[4 * (int64_t)blockIdx.x + 1] = l1_sum;

@@ -79,12 +79,14 @@ compact_kernel(Source s, const __grid_constant__ Cameras cameras, Dims v, bool a
       compact_pair<D>(s, cameras, aligned, thread_id(), screen, box, gi, ci);
       reach = reach_of(screen, box, v);
     }
-    const int ends_at = inclusive_sum(reach.tiles), begins_at = ends_at - reach.tiles;
+    const int ends = inclusive_sum(reach.rows), begins = ends - reach.rows;
     int tiles = 0;
-    for_candidates(reach, ends_at, v, [&](int, int first, bool hit, int, int) {
-      const uint32_t hits = __ballot_sync(ALL_LANES, hit);
-      const int from = min(max(begins_at - first, 0), 32), to = min(max(ends_at - first, 0), 32);  // my candidates among these 32
-      if (to > from) tiles += __popc(hits >> from & (to - from == 32 ? ALL_LANES : (1u << (to - from)) - 1));
+    for_rows(reach, ends, v, [&](int, int item, int, Columns columns) {
+      const int before = inclusive_sum(columns.count);  // of the rows up to and with this lane's
+      const int from = begins - item, to = min(ends - item, 32);  // my rows among these 32: [from, to)
+      const int low = __shfl_sync(ALL_LANES, before, max(from, 1) - 1), high = __shfl_sync(ALL_LANES, before, max(to, 1) - 1);
+      if (from < 32 && to > 0 && to > from) tiles += high - (from > 0 ? low : 0);
+      return true;
     });
     if (visible && slot < out.capacity) {
       out.gaussian[slot] = (uint32_t)gi;

@@ -3,6 +3,7 @@
 // other; the many SH coefficients pass through shared memory, so that a warp reads and writes them in order.
 #include "context.h"
 #include "../gaussian.h"
+#include "sh.cuh"
 
 namespace spl {
 
@@ -13,6 +14,7 @@ struct Work {
   Source s;
   const uint32_t* gaussian; const uint16_t* camera; const float* v_screen;
   int64_t nnz;
+  bool aligned;                // 16-byte loads of SH
   float* v_cameras;            // [C][12] R t, or null
   Parameters x, m, v;          // Adam; or x: the gradients
   int32_t* steps; float *weight, *error;
@@ -131,39 +133,58 @@ __device__ __forceinline__ void write_geometry(const Work& w, int64_t gi, const 
   w.x.opacity[gi] = raw[10];
 }
 
-// Calls f(Gaussian's place in the block, its coefficient) for the Gaussians of this warp that `which` names: lanes in
-// memory order, STEP at once, so that many loads are in flight.
-template <int FLOATS, int STEP, class F> __device__ __forceinline__ void in_memory_order(uint32_t which, int base, F&& f) {
+// SH in memory order: lane after lane WIDE coefficients of the Gaussians of this warp that `which` names, STEP times at once,
+// so that many loads are in flight. f(step, Gaussian's place in the block, its first coefficient).
+template <int FLOATS, int WIDE, int STEP, class F> __device__ __forceinline__ void in_memory_order(uint32_t which, int base, F&& f) {
 #pragma unroll
   for (int j = 0; j < STEP; ++j) {
-    const int i = (base + j) * 32 + lane_id(), owner = i / FLOATS;
-    if (which >> owner & 1) f(j, threadIdx.x / 32 * 32 + owner, i - owner * FLOATS);
+    const int i = (base + j) * 32 + lane_id(), owner = i / (FLOATS / WIDE);
+    if (which >> owner & 1) f(j, threadIdx.x / 32 * 32 + owner, (i - owner * (FLOATS / WIDE)) * WIDE);
   }
 }
 
-template <int FLOATS> __device__ __forceinline__ void load_sh(const Work& w, Shared<FLOATS>& s, uint32_t which) {
-  for (int base = 0; base < FLOATS; base += 3)
-    in_memory_order<FLOATS, 3>(which, base, [&](int, int t, int k) { s.x[t][k] = w.s.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k]; });
+template <int WIDE> struct alignas(4 * WIDE) Pack { float f[WIDE]; };
+template <int WIDE> __device__ __forceinline__ Pack<WIDE> load_pack(const float* p) {
+  Pack<WIDE> o;
+  if constexpr (WIDE == 4) *(float4*)o.f = *(const float4*)p; else o.f[0] = *p;
+  return o;
+}
+template <int WIDE> __device__ __forceinline__ void store_pack(float* p, const Pack<WIDE>& o) {
+  if constexpr (WIDE == 4) *(float4*)p = *(const float4*)o.f; else *p = o.f[0];
+}
+
+template <int FLOATS, int WIDE> __device__ __forceinline__ void share_sh(const Work& w, Shared<FLOATS>& s, uint32_t which) {
+  constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 6 == 0 ? 6 : 3;
+  for (int base = 0; base < TIMES; base += STEP) {
+    Pack<WIDE> x[STEP];
+    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) { x[j] = load_pack<WIDE>(w.s.sh + (int64_t)s.gaussian[t] * w.s.sh_floats + k); });
+    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) { for (int e = 0; e < WIDE; ++e) s.x[t][k + e] = x[j].f[e]; });
+  }
 }
 
 template <int FLOATS> __device__ __forceinline__ void write_sh(const Work& w, const Shared<FLOATS>& s, uint32_t which) {
   for (int base = 0; base < FLOATS; base += 3)
-    in_memory_order<FLOATS, 3>(which, base, [&](int, int t, int k) { w.x.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k] = s.v[t][k]; });
+    in_memory_order<FLOATS, 1, 3>(which, base, [&](int, int t, int k) { w.x.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k] = s.v[t][k]; });
 }
 
-template <int FLOATS> __device__ __forceinline__ void adam_sh(const Work& w, const Shared<FLOATS>& s, uint32_t which) {
-  constexpr int STEP = FLOATS % 6 == 0 ? 6 : 3;
-  for (int base = 0; base < FLOATS; base += STEP) {
-    float m[STEP], v[STEP];
-    in_memory_order<FLOATS, STEP>(which, base, [&](int j, int t, int k) {
+template <int FLOATS, int WIDE> __device__ __forceinline__ void adam_sh(const Work& w, const Shared<FLOATS>& s, uint32_t which) {
+  constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 6 == 0 ? 6 : 3;
+  for (int base = 0; base < TIMES; base += STEP) {
+    Pack<WIDE> m[STEP], v[STEP];
+    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
       const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      m[j] = w.m.sh[at]; v[j] = w.v.sh[at];
+      m[j] = load_pack<WIDE>(w.m.sh + at); v[j] = load_pack<WIDE>(w.v.sh + at);
     });
-    in_memory_order<FLOATS, STEP>(which, base, [&](int j, int t, int k) {
+    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
       const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      float x = s.x[t][k];
-      adam(x, m[j], v[j], s.v[t][k], k < 3 ? w.h.lr_sh0 : w.h.lr_sh_rest, {w.h.beta1, w.h.beta2, w.h.eps, s.c1[t], s.c2[t]});
-      w.x.sh[at] = x; w.m.sh[at] = m[j]; w.v.sh[at] = v[j];
+      const AdamStep a = {w.h.beta1, w.h.beta2, w.h.eps, s.c1[t], s.c2[t]};
+      Pack<WIDE> x;
+#pragma unroll
+      for (int e = 0; e < WIDE; ++e) {
+        x.f[e] = s.x[t][k + e];
+        adam(x.f[e], m[j].f[e], v[j].f[e], s.v[t][k + e], k + e < 3 ? w.h.lr_sh0 : w.h.lr_sh_rest, a);
+      }
+      store_pack<WIDE>(w.x.sh + at, x); store_pack<WIDE>(w.m.sh + at, m[j]); store_pack<WIDE>(w.v.sh + at, v[j]);
     });
   }
 }
@@ -178,7 +199,11 @@ template <int D, bool ADAM, bool CAMERAS> __global__ void __launch_bounds__(THRE
   const uint32_t firsts = __ballot_sync(ALL_LANES, first);
   s.gaussian[threadIdx.x] = gi;
   __syncwarp();
-  if (D >= 0) load_sh<FLOATS>(w, s, firsts);
+  if constexpr (D >= 0 && FLOATS % 4 == 0) {
+    if (w.aligned) share_sh<FLOATS, 4>(w, s, firsts); else share_sh<FLOATS, 1>(w, s, firsts);
+  } else if constexpr (D >= 0) {
+    share_sh<FLOATS, 1>(w, s, firsts);
+  }
   __syncwarp();
   bool sane = false;
   if (first) {
@@ -202,7 +227,7 @@ template <int D, bool ADAM, bool CAMERAS> __global__ void __launch_bounds__(THRE
   }
   const uint32_t which = __ballot_sync(ALL_LANES, sane);
   __syncwarp();
-  if constexpr (ADAM) adam_sh<FLOATS>(w, s, which); else write_sh<FLOATS>(w, s, which);
+  if constexpr (ADAM) adam_sh<FLOATS, FLOATS % 4 == 0 ? 4 : 1>(w, s, which); else write_sh<FLOATS>(w, s, which);  // rows of the map are aligned
 }
 
 // Where the caller's gradients are made: arrays of R_V_CALLER, each at a multiple of 256 bytes.
@@ -249,6 +274,7 @@ void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
   w.s = c.source;
   w.gaussian = c.row<uint32_t>(R_GAUSSIAN); w.camera = c.row<uint16_t>(R_CAMERA); w.v_screen = c.row<float>(R_V_SCREEN);
   w.nnz = c.counts[SPL_PAIRS] - 1;
+  w.aligned = aligned_sh(w.s);
   w.v_cameras = c.row<float>(R_V_CAMERAS);
   if (sink.hyper) {
     w.x = map_rows(c, R_MEAN, R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH);
