@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import abi
-from abi import Context, hyper_of, target_of, view_of
+from abi import Context, caller, hyper_of, struct, target_of, view_of
 from conftest import cuda_missing
+from oracle import Gaussians
 from scenes import cameras, gaussians
 from spirula_gpu.metrics import psnr
 
@@ -175,3 +176,34 @@ def test_the_report_is_what_the_driver_says():
     step(c)
     taken, reported = before - free(), sum(r.capacity_bytes for r in c.report().values())
     assert reported > 200e6 and abs(taken - reported) < 0.02 * reported, f"driver {taken / 1e6:.1f} MB, report {reported / 1e6:.1f} MB"
+
+
+def device_bytes() -> int:
+    driver, free, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t(), ctypes.c_size_t()
+    both()
+    assert driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+    return free.value
+
+
+def test_more_than_2_to_the_31_intersections():
+    """Flat splats that cover a picture of 2^28 pixels: keys beyond 4 GiB, indices beyond 32 bits. Parts of the picture are
+    rendered again on their own, where there are few intersections."""
+    if device_bytes() < 90 << 30:
+        pytest.skip("needs 90 GiB of device memory")
+    size, n, rng = 16384, 2100, np.random.default_rng(8)
+    z = rng.uniform(900, 1100, n)
+    xy = rng.uniform(-0.5, 0.5, (n, 2)) * z[:, None]  # f = size: the picture spans +-0.5 z
+    scales = np.stack([1.2 * z * rng.uniform(1, 1.5, n), 1.2 * z * rng.uniform(1, 1.5, n), np.full(n, 1e-4)], 1)
+    g = Gaussians(np.column_stack([xy, z]), np.tile([1.0, 0, 0, 0], (n, 1)), scales, np.full(n, 0.008), np.full((n, 3), 0.5))
+    context = both()[1]
+    def alpha(x, y, width, height):
+        out = np.empty((1, height, width), np.float32)
+        K = np.array([[[size, 0, size / 2 - x], [0, size, size / 2 - y], [0, 0, 1]]])
+        context.call("forward", caller(g), view_of(np.eye(4)[None], K, width, height, 0), struct("spl_image", alpha=out))
+        return out[0], context.report()["isect.tile"].used_bytes // 4
+    whole, isects = alpha(0, 0, size, size)
+    assert isects > 2**31
+    for x, y in ((0, 0), (size - 500, 0), (7777, 8888), (0, size - 500), (size - 500, size - 500)):
+        part, few = alpha(x, y, 500, 500)
+        assert few < 2**22 and part.std() > 1e-5
+        np.testing.assert_allclose(part, whole[y:y + 500, x:x + 500], atol=1e-3)

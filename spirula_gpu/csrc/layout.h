@@ -83,7 +83,7 @@ enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PRO
 #define SPL_BACKEND_ROWS(X)                                                                                                 \
   X(R_CAMERAS,       "view.cameras",        SPL_OTHER,       96,       SPL_CAMERAS,   SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_V_CAMERAS,     "view.v_cameras",      SPL_OTHER,       48,       SPL_CAMERAS,   SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
-  X(R_SCRATCH,       "view.scratch",        SPL_OTHER,       8,        SPL_BINS,      SPL_PROJECT,     SPL_LOSS,         0) \
+  X(R_SCRATCH,       "view.scratch",        SPL_OTHER,       8,        SPL_BINS,      SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_CALLER,        "caller.gaussians",    SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_V_CALLER,      "caller.grads",        SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
   X(R_BOX,           "proj.box",            SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
@@ -100,6 +100,7 @@ enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PRO
   X(R_TARGET_RGB,    "target.rgb",          SPL_IMAGE,       3,        SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0) \
   X(R_TARGET_DEPTH,  "target.depth",        SPL_IMAGE,       4,        SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0) \
   X(R_TARGET_MASK,   "target.mask",         SPL_IMAGE,       1,        SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0) \
+  X(R_HEADS,         "proj.heads",          SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
   X(R_V_SCREEN,      "raster_bwd.v_screen", SPL_SPLAT_X_IMG, 48,       SPL_PAIRS,     SPL_RASTER_BWD,  SPL_PROJECT_BWD,  0)
 #else
 #define SPL_BACKEND_ROWS(X)                                                                                                 \

@@ -2,18 +2,16 @@
 // that order, and a stable sort by tile alone follows. The order is that of 64-bit keys (tile << 32 | depth), ties by
 // pair, but the many intersections are sorted by the few bits of a tile number instead of 32 more of depth.
 #include "context.h"
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_scan.cuh>
+#include "select.cuh"
 #include "tiles.cuh"
-#include <cub/cub.cuh>
 
 namespace spl {
 
-template <class F> static void with_scratch(spl_ctx& c, const char* what, F&& run) {
-  size_t bytes = 0;
-  check(run((void*)nullptr, bytes), what);
-  const size_t room = c.capacity[SPL_BINS] * 8;
-  if (bytes > room) fail(SPL_E_MEMORY, "%s needs %zu bytes of scratch, %zu are planned (internal error)", what, bytes, room);
-  check(run(c.row<void>(R_SCRATCH), bytes), what);
-}
+struct Any {
+  __device__ bool operator()(uint32_t) const { return true; }
+};
 
 int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
   size_t most = 0, bytes = 0;
@@ -26,7 +24,8 @@ int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pix
     check(cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, values, n, 0, 32), "sizing a sort");
     most = std::max(most, bytes);
   }
-  return (int64_t)(most + most / 8) / 8 + 1024;
+  check(cub::DeviceSelect::If(nullptr, bytes, thrust::counting_iterator<uint32_t>(0), (uint32_t*)nullptr, (int64_t*)nullptr, pairs, Any{}), "sizing a selection");
+  return (int64_t)(std::max(most, bytes) + most / 8) / 8 + 1024;
 }
 
 int64_t scan(spl_ctx& c, int64_t* a, int64_t n) {

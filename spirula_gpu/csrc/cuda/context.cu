@@ -177,7 +177,8 @@ static void check_device(int device) {
   if (device < 0 || device >= n) fail(SPL_E_DEVICE, "device %d: this machine has %d CUDA devices, 0..%d", device, n, n - 1);
   check(cudaSetDevice(device), "cudaSetDevice");
   cudaFuncAttributes a;
-  if (cudaFuncGetAttributes(&a, probe_kernel) == cudaSuccess) return;
+  const cudaError_t code = cudaFuncGetAttributes(&a, probe_kernel);
+  if (code != cudaErrorNoKernelImageForDevice && code != cudaErrorInvalidDeviceFunction) return check(code, "looking for code for this device");
   cudaGetLastError();
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

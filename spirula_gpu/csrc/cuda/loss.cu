@@ -139,10 +139,12 @@ __device__ __forceinline__ float depth_term(const Images& im, float weight, int6
 __device__ __forceinline__ void color_gradient(const Dims& v, const Images& im, const Spot& t, float w_l1, float w_ssim) {
   __shared__ alignas(16) float p[9][PATCH][STRIDE_IN], across[9][PATCH][STRIDE_OUT];  // 3 channels x 3 derivatives
   if (w_ssim != 0) {
-    for (int i = threadIdx.x; i < PATCH * PATCH * 9; i += THREADS) {
-      const int r = i / (PATCH * 9), rest = i - r * (PATCH * 9), k = rest / 9, j = rest - k * 9, py = t.y0 + r - HALO, px = t.x0 + k - HALO;
+    for (int i = threadIdx.x; i < PATCH * STRIDE_IN; i += THREADS) {
+      const int r = i / STRIDE_IN, k = i % STRIDE_IN, py = t.y0 + r - HALO, px = t.x0 + k - HALO;
       const bool inside = py >= 0 && py < v.height && px >= 0 && px < v.width;
-      p[j][r][k] = inside ? im.partials[9 * (t.image + (int64_t)py * v.width + px) + j] : 0.0f;
+      const float* in = im.partials + 9 * (t.image + (int64_t)py * v.width + px);
+#pragma unroll
+      for (int j = 0; j < 9; ++j) p[j][r][k] = inside ? in[j] : 0.0f;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 9 * PATCH * (L / RUN); i += THREADS) {

@@ -3,6 +3,7 @@
 // other; the many SH coefficients pass through shared memory, so that a warp reads and writes them in order.
 #include "context.h"
 #include "../gaussian.h"
+#include "select.cuh"
 #include "sh.cuh"
 
 namespace spl {
@@ -14,6 +15,7 @@ struct Work {
   Source s;
   const uint32_t* gaussian; const uint16_t* camera; const float* v_screen;
   int64_t nnz;
+  const uint32_t* heads; const int64_t* n_heads;  // first pairs of Gaussians; null: every pair is one
   bool aligned;                // 16-byte loads of SH
   float* v_cameras;            // [C][12] R t, or null
   Parameters x, m, v;          // Adam; or x: the gradients
@@ -143,6 +145,15 @@ template <int FLOATS, int WIDE, int STEP, class F> __device__ __forceinline__ vo
   }
 }
 
+// The moments are needed last; asked for first, they wait in L2 when their turn comes.
+__device__ __forceinline__ void prefetch(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_moments(const Work& w, int64_t gi) {
+  for (const Parameters* p : {&w.m, &w.v}) {
+    prefetch(p->mean + 3 * gi); prefetch(p->quat + 4 * gi); prefetch(p->log_scale + 3 * gi); prefetch(p->opacity + gi);
+    for (int k = 0; k < w.s.sh_floats; k += 8) prefetch(p->sh + gi * w.s.sh_floats + k);
+  }
+}
+
 template <int WIDE> struct alignas(4 * WIDE) Pack { float f[WIDE]; };
 template <int WIDE> __device__ __forceinline__ Pack<WIDE> load_pack(const float* p) {
   Pack<WIDE> o;
@@ -193,12 +204,15 @@ template <int D, bool ADAM, bool CAMERAS> __global__ void __launch_bounds__(THRE
   constexpr int FLOATS = D < 0 ? 3 : 3 * (D + 1) * (D + 1);
   extern __shared__ float memory[];
   Shared<FLOATS>& s = *(Shared<FLOATS>*)memory;
-  const int64_t p = thread_id();
-  const uint32_t gi = p < w.nnz ? w.gaussian[p] : 0;
-  const bool first = p < w.nnz && (p == 0 || w.gaussian[p - 1] != gi);
+  const int64_t i = thread_id();
+  const bool first = i < (w.heads ? *w.n_heads : w.nnz);
   const uint32_t firsts = __ballot_sync(ALL_LANES, first);
+  if (!firsts) return;
+  const int64_t p = !first ? 0 : w.heads ? w.heads[i] : i;
+  const uint32_t gi = w.gaussian[p];
   s.gaussian[threadIdx.x] = gi;
   __syncwarp();
+  if constexpr (ADAM) if (first) prefetch_moments(w, gi);
   if constexpr (D >= 0 && FLOATS % 4 == 0) {
     if (w.aligned) share_sh<FLOATS, 4>(w, s, firsts); else share_sh<FLOATS, 1>(w, s, firsts);
   } else if constexpr (D >= 0) {
@@ -227,7 +241,13 @@ template <int D, bool ADAM, bool CAMERAS> __global__ void __launch_bounds__(THRE
   }
   const uint32_t which = __ballot_sync(ALL_LANES, sane);
   __syncwarp();
-  if constexpr (ADAM) adam_sh<FLOATS, FLOATS % 4 == 0 ? 4 : 1>(w, s, which); else write_sh<FLOATS>(w, s, which);  // rows of the map are aligned
+  if constexpr (!ADAM) {
+    write_sh<FLOATS>(w, s, which);
+  } else if constexpr (FLOATS % 4 == 0) {
+    if (w.aligned) adam_sh<FLOATS, 4>(w, s, which); else adam_sh<FLOATS, 1>(w, s, which);
+  } else {
+    adam_sh<FLOATS, 1>(w, s, which);
+  }
 }
 
 // Where the caller's gradients are made: arrays of R_V_CALLER, each at a multiple of 256 bytes.
@@ -237,6 +257,20 @@ static Parameters caller_grads(spl_ctx& c, const Source& s) {
   Parameters o;
   o.mean = take(3 * s.n); o.quat = take(4 * s.n); o.log_scale = take(3 * s.n); o.opacity = take(s.n); o.sh = take(s.n * s.sh_floats);
   return o;
+}
+
+struct BeginsGaussian {
+  const uint32_t* gaussian;
+  __device__ bool operator()(uint32_t p) const { return p == 0 || gaussian[p - 1] != gaussian[p]; }
+};
+
+// With several cameras: the first pair of every Gaussian, so that no thread is idle.
+static void find_heads(spl_ctx& c, Work& w) {
+  uint32_t* heads = c.row<uint32_t>(R_HEADS);
+  int64_t* n = &c.counters()->nnz;
+  select_pairs(c, heads, n, w.nnz, BeginsGaussian{w.gaussian});
+  w.heads = heads;
+  w.n_heads = n;
 }
 
 static Parameters map_rows(spl_ctx& c, int mean, int quat, int scale, int opacity, int sh) {
@@ -276,6 +310,7 @@ void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
   w.nnz = c.counts[SPL_PAIRS] - 1;
   w.aligned = aligned_sh(w.s);
   w.v_cameras = c.row<float>(R_V_CAMERAS);
+  if (v.n_cameras > 1 && w.nnz) find_heads(c, w);
   if (sink.hyper) {
     w.x = map_rows(c, R_MEAN, R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH);
     w.m = map_rows(c, R_M_MEAN, R_M_QUAT, R_M_LOG_SCALE, R_M_OPACITY, R_M_SH);

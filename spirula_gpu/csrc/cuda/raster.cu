@@ -6,21 +6,18 @@
 
 namespace spl {
 
-#ifndef SPL_RASTER_PX
-#define SPL_RASTER_PX 2
-#endif
-constexpr int PX = SPL_RASTER_PX, THREADS = SPL_TILE_PX * SPL_TILE_PX / PX, BATCH = THREADS, PATCH_H = 4 * PX;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-static_assert(SPL_TILE_PX == 16 && (PX == 1 || PX == 2 || PX == 4), "patches tile a tile");
+static_assert(SPL_TILE_PX == 16, "two patches of 8 pixels side by side");
+__host__ __device__ constexpr int threads_of(int px) { return SPL_TILE_PX * SPL_TILE_PX / px; }  // of a block = splats of a batch
 
 // A splat in shared memory; the form is in powers of two: alpha = opacity * 2^-((a dx + b dy) dx + c dy^2).
-struct Batch {
-  float4 shape[BATCH];  // x, y, a, b
-  float4 more[BATCH];   // c, opacity, depth, the form's value where alpha falls to 1/255
-  float4 color[BATCH];  // r, g, b, pair (bits)
+template <int PX> struct Batch {
+  float4 shape[threads_of(PX)];  // x, y, a, b
+  float4 more[threads_of(PX)];   // c, opacity, depth, the form's value where alpha falls to 1/255
+  float4 color[threads_of(PX)];  // r, g, b, pair (bits)
 };
 
-__device__ __forceinline__ void load_splat(Batch& s, int k, const Screen* screen, uint32_t pair) {
+template <int PX> __device__ __forceinline__ void load_splat(Batch<PX>& s, int k, const Screen* screen, uint32_t pair) {
   const float2* row = (const float2*)(screen + pair);
   const float2 xy = row[0], ab = row[1], co = row[2], dr = row[3], gb = row[4];
   const float reach = __log2f(fminf(co.y, 1.0f) * (1.0f / SPL_ALPHA_MIN));
@@ -29,9 +26,9 @@ __device__ __forceinline__ void load_splat(Batch& s, int k, const Screen* screen
   s.color[k] = make_float4(dr.y, gb.x, gb.y, __uint_as_float(pair));
 }
 
-// Does the ellipse reach a pixel centre of the patch [x0, x0 + 7] x [y0, y0 + PATCH_H - 1]? As nearest_form of math.h.
-__device__ __forceinline__ bool reaches(const float4& p, const float4& m, float x0, float y0) {
-  const float ax = x0 - p.x, bx = ax + 7, ay = y0 - p.y, by = ay + (PATCH_H - 1);
+// Does the ellipse reach a pixel centre of the patch [x0, x0 + 7] x [y0, y0 + 4 PX - 1]? As nearest_form of math.h.
+template <int PX> __device__ __forceinline__ bool reaches(const float4& p, const float4& m, float x0, float y0) {
+  const float ax = x0 - p.x, bx = ax + 7, ay = y0 - p.y, by = ay + (4 * PX - 1);
   const bool in_x = ax <= 0 && bx >= 0, in_y = ay <= 0 && by >= 0;
   float best = in_x && in_y ? 0.0f : 3.4e38f;
   if (!in_x) {
@@ -67,15 +64,15 @@ struct RasterRows {
 };
 
 struct Patch { int64_t begin; int64_t image; int count, x, y; float x0, y0; };  // x, y: of the lane's first pixel; x0, y0: first centre
-__device__ __forceinline__ Patch patch_of(const Dims& v, const int64_t* start) {
+template <int PX> __device__ __forceinline__ Patch patch_of(const Dims& v, const int64_t* start) {
   const int tile = blockIdx.x, per = v.tiles_x * v.tiles_y, camera = tile / per, rest = tile - camera * per;
-  const int warp = threadIdx.x / 32, x0 = rest % v.tiles_x * SPL_TILE_PX + (warp & 1) * 8, y0 = rest / v.tiles_x * SPL_TILE_PX + (warp >> 1) * PATCH_H;
+  const int warp = threadIdx.x / 32, x0 = rest % v.tiles_x * SPL_TILE_PX + (warp & 1) * 8, y0 = rest / v.tiles_x * SPL_TILE_PX + (warp >> 1) * (4 * PX);
   return {start[tile], (int64_t)camera * v.width * v.height, (int)(start[tile + 1] - start[tile]), x0 + (int)(lane_id() & 7), y0 + (int)(lane_id() >> 3), x0 + 0.5f, y0 + 0.5f};
 }
 
 struct Pixel { float T, r, g, b, depth; int32_t last; bool open; };
 
-__device__ __forceinline__ bool blend(const Batch& s, int k, int index, const Patch& t, Pixel* px) {  // false: the lane is finished
+template <int PX> __device__ __forceinline__ bool blend(const Batch<PX>& s, int k, int index, const Patch& t, Pixel* px) {  // false: the lane is finished
   const float4 p = s.shape[k], m = s.more[k], c = s.color[k];
   const float dx = p.x - (t.x + 0.5f);
   bool any = false;
@@ -97,9 +94,10 @@ __device__ __forceinline__ bool blend(const Batch& s, int k, int index, const Pa
   return any;
 }
 
-__global__ void __launch_bounds__(THREADS) raster_kernel(Dims v, RasterRows rows) {
-  __shared__ Batch s;
-  const Patch t = patch_of(v, rows.start);
+template <int PX> __global__ void __launch_bounds__(threads_of(PX)) raster_kernel(Dims v, RasterRows rows) {
+  constexpr int BATCH = threads_of(PX);
+  __shared__ Batch<PX> s;
+  const Patch t = patch_of<PX>(v, rows.start);
   Pixel px[PX];
 #pragma unroll
   for (int j = 0; j < PX; ++j) px[j] = {1, 0, 0, 0, 0, 0, t.x < v.width && t.y + 4 * j < v.height};
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(THREADS) raster_kernel(Dims v, RasterRows rows
     __syncthreads();
     for (int sub = 0; busy && sub < n; sub += 32) {
       const int k = sub + lane_id();
-      uint32_t left = __ballot_sync(ALL_LANES, k < n && reaches(s.shape[k], s.more[k], t.x0, t.y0));
+      uint32_t left = __ballot_sync(ALL_LANES, k < n && reaches<PX>(s.shape[k], s.more[k], t.x0, t.y0));
       while (left) {
         const int at = sub + __ffs(left) - 1;
         left &= left - 1;
@@ -166,7 +164,7 @@ __device__ __forceinline__ float reduce_scatter(float* v) {
 }
 
 // The 12 values of a v_screen row for the lane's pixels; false if the splat is drawn at none of them.
-__device__ __forceinline__ bool backprop(const Batch& s, int k, int index, const Patch& t, Upstream* up, float* v) {
+template <int PX> __device__ __forceinline__ bool backprop(const Batch<PX>& s, int k, int index, const Patch& t, Upstream* up, float* v) {
   const float4 p = s.shape[k], m = s.more[k], c = s.color[k];
   const float dx = p.x - (t.x + 0.5f);
   float sum = 0, sum_y = 0, sum_yy = 0;  // of v_vis, times dy, times dy^2
@@ -199,10 +197,11 @@ __device__ __forceinline__ bool backprop(const Batch& s, int k, int index, const
   return drawn;
 }
 
-__global__ void __launch_bounds__(THREADS) raster_bwd_kernel(Dims v, RasterRows rows) {
-  __shared__ Batch s;
+template <int PX> __global__ void __launch_bounds__(threads_of(PX)) raster_bwd_kernel(Dims v, RasterRows rows) {
+  constexpr int BATCH = threads_of(PX);
+  __shared__ Batch<PX> s;
   __shared__ int deepest;
-  const Patch t = patch_of(v, rows.start);
+  const Patch t = patch_of<PX>(v, rows.start);
   Upstream up[PX];
   int last = 0;
 #pragma unroll
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(THREADS) raster_bwd_kernel(Dims v, RasterRows 
     __syncthreads();
     for (int sub = (n - 1) / 32 * 32; sub >= 0; sub -= 32) {
       const int k = sub + lane_id();
-      uint32_t left = __ballot_sync(ALL_LANES, k < n && base + k < warp_last && reaches(s.shape[k], s.more[k], t.x0, t.y0));
+      uint32_t left = __ballot_sync(ALL_LANES, k < n && base + k < warp_last && reaches<PX>(s.shape[k], s.more[k], t.x0, t.y0));
       while (left) {
         const int at = sub + 31 - __clz(left);
         left ^= 1u << (at - sub);
@@ -242,16 +241,21 @@ static RasterRows rows_of(spl_ctx& c) {
           c.row<float>(R_V_RGB), c.row<float>(R_V_DEPTH), c.row<float>(R_V_ALPHA), c.row<float>(R_PX_ERROR), c.row<float>(R_V_SCREEN)};
 }
 
+// Small splats favour small patches, which fewer of them reach; large ones favour many pixels a lane.
+static double tiles_per_pair(const spl_ctx& c) { return (double)c.counts[SPL_ISECTS] / c.counts[SPL_PAIRS]; }
+
 void raster(spl_ctx& c, const View& v) {
   begin_phase(c, SPL_RASTER);
-  raster_kernel<<<(unsigned)v.tiles(), THREADS, 0, c.stream>>>(dims_of(v), rows_of(c));
+  auto* kernel = tiles_per_pair(c) < 7 ? raster_kernel<1> : raster_kernel<2>;
+  kernel<<<(unsigned)v.tiles(), threads_of(tiles_per_pair(c) < 7 ? 1 : 2), 0, c.stream>>>(dims_of(v), rows_of(c));
   launched("raster_kernel");
 }
 
 void raster_bwd(spl_ctx& c, const View& v) {
   begin_phase(c, SPL_RASTER_BWD);
   check(cudaMemsetAsync(c.row<float>(R_V_SCREEN), 0, c.counts[SPL_PAIRS] * row_info(R_V_SCREEN, 0).item_bytes, c.stream), "clearing gradients");
-  raster_bwd_kernel<<<(unsigned)v.tiles(), THREADS, 0, c.stream>>>(dims_of(v), rows_of(c));
+  auto* kernel = tiles_per_pair(c) < 12 ? raster_bwd_kernel<2> : raster_bwd_kernel<4>;
+  kernel<<<(unsigned)v.tiles(), threads_of(tiles_per_pair(c) < 12 ? 2 : 4), 0, c.stream>>>(dims_of(v), rows_of(c));
   launched("raster_bwd_kernel");
 }
 
