@@ -127,7 +127,7 @@ def test_training_reaches_the_same_quality():
     """200 steps from a disturbed copy of a scene."""
     truth, (viewmats, Ks) = gaussians(1500, 1, 5, size=(0.03, 0.3)), cameras(4, 160, 120, 5)
     rng, whole = np.random.default_rng(0), view_of(viewmats, Ks, 160, 120, 1)
-    image = (both(sh_degree=1)[0].forward(truth, whole)[0].clip(0, 1) * 255 + 0.5).astype(np.uint8)
+    image = (both(sh_degree=1)[0].forward(truth, whole)[0] * 255 + rng.normal(0, 12, (4, 120, 160, 3))).clip(0, 255).astype(np.uint8)  # noise ends it near 26 dB
     start = truth._replace(means=truth.means + rng.normal(0, 0.03, truth.means.shape), sh=truth.sh + rng.normal(0, 0.3, truth.sh.shape))
     reached = []
     for c in both(sh_degree=1):
@@ -136,7 +136,7 @@ def test_training_reaches_the_same_quality():
             k = i % 4
             c.train_step(view_of(viewmats[k:k + 1], Ks[k:k + 1], 160, 120, 1), target_of(image[k:k + 1]), hyper_of(lr_mean=1e-3, lr_sh0=1e-2))
         reached.append(np.mean([psnr(np.clip(a, 0, 1), b / 255.0) for a, b in zip(c.render(whole)[0].astype(float), image)]))
-    assert reached[0] > 30 and abs(reached[0] - reached[1]) < 0.1, reached
+    assert reached[0] > 25 and abs(reached[0] - reached[1]) < 0.1, reached
 
 
 def test_keep_and_relocate_of_a_large_map():
@@ -190,20 +190,21 @@ def test_more_than_2_to_the_31_intersections():
     rendered again on their own, where there are few intersections."""
     if device_bytes() < 90 << 30:
         pytest.skip("needs 90 GiB of device memory")
-    size, n, rng = 16384, 2100, np.random.default_rng(8)
-    z = rng.uniform(900, 1100, n)
+    size, n, rng = 16384, 2500, np.random.default_rng(8)
+    z = np.where(np.arange(n) < 400, rng.uniform(800, 899, n), rng.uniform(900, 1100, n))  # 400 of them small and in front
     xy = rng.uniform(-0.5, 0.5, (n, 2)) * z[:, None]  # f = size: the picture spans +-0.5 z
-    scales = np.stack([1.2 * z * rng.uniform(1, 1.5, n), 1.2 * z * rng.uniform(1, 1.5, n), np.full(n, 1e-4)], 1)
-    g = Gaussians(np.column_stack([xy, z]), np.tile([1.0, 0, 0, 0], (n, 1)), scales, np.full(n, 0.008), np.full((n, 3), 0.5))
+    sigma = np.where(np.arange(n) < 400, rng.uniform(0.01, 0.05, n), rng.uniform(1.2, 1.8, n)) * z
+    g = Gaussians(np.column_stack([xy, z]), np.tile([1.0, 0, 0, 0], (n, 1)), np.stack([sigma, 0.9 * sigma, np.full(n, 1e-4)], 1),
+                  np.where(np.arange(n) < 400, 0.7, 0.008), rng.random((n, 3)))
     context = both()[1]
-    def alpha(x, y, width, height):
-        out = np.empty((1, height, width), np.float32)
+    def picture(x, y, width, height):
+        out = np.empty((1, height, width, 3), np.float32)
         K = np.array([[[size, 0, size / 2 - x], [0, size, size / 2 - y], [0, 0, 1]]])
-        context.call("forward", caller(g), view_of(np.eye(4)[None], K, width, height, 0), struct("spl_image", alpha=out))
+        context.call("forward", caller(g), view_of(np.eye(4)[None], K, width, height, 0), struct("spl_image", rgb=out))
         return out[0], context.report()["isect.tile"].used_bytes // 4
-    whole, isects = alpha(0, 0, size, size)
+    whole, isects = picture(0, 0, size, size)
     assert isects > 2**31
     for x, y in ((0, 0), (size - 500, 0), (7777, 8888), (0, size - 500), (size - 500, size - 500)):
-        part, few = alpha(x, y, 500, 500)
-        assert few < 2**22 and part.std() > 1e-5
-        np.testing.assert_allclose(part, whole[y:y + 500, x:x + 500], atol=1e-3)
+        part, few = picture(x, y, 500, 500)
+        assert few < 2**22 and part.std() > 0.01
+        np.testing.assert_allclose(part, whole[y:y + 500, x:x + 500], atol=2e-3)

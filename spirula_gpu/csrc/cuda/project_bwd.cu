@@ -1,6 +1,6 @@
 // project_bwd.cu: from the gradients of the screen rows to those of the parameters, either into arrays or straight into
 // Adam, so that in training they never reach memory. One thread handles a Gaussian with all its pairs, which follow each
-// other; the many SH coefficients pass through shared memory, so that a warp reads and writes them in order.
+// other; parameters pass through shared memory, so that a warp reads and writes them in memory order.
 #include "context.h"
 #include "../gaussian.h"
 #include "select.cuh"
@@ -15,7 +15,7 @@ struct Work {
   Source s;
   const uint32_t* gaussian; const uint16_t* camera; const float* v_screen;
   int64_t nnz;
-  const uint32_t* heads; const int64_t* n_heads;  // first pairs of Gaussians; null: every pair is one
+  const uint32_t* heads; const int64_t* n_heads;  // first pairs of Gaussians; null: one camera, every pair is one
   bool aligned;                // 16-byte loads of SH
   float* v_cameras;            // [C][12] R t, or null
   Parameters x, m, v;          // Adam; or x: the gradients
@@ -24,11 +24,14 @@ struct Work {
   float log_beta1, log_beta2;
 };
 
-template <int FLOATS> struct Shared {  // odd strides: no two lanes of a warp share a bank
-  float x[THREADS][FLOATS | 1];   // SH
-  float v[THREADS][FLOATS | 1];   // dL/d SH
+// Odd strides: no two lanes of a warp share a bank. With one camera a Gaussian has one pair, and its SH coefficients make
+// way for their gradients.
+template <int FLOATS, bool MULTI> struct Shared {
+  float sh[THREADS][FLOATS | 1], v_sh[MULTI ? THREADS : 1][FLOATS | 1];
+  float raw[THREADS][11];  // gradients of mean, quat, scale, opacity
   uint32_t gaussian[THREADS];
-  float c1[THREADS], c2[THREADS];
+  float c1[THREADS], c2[THREADS], lr_mean[THREADS];
+  __device__ __forceinline__ float* v(int t) { return MULTI ? v_sh[t] : sh[t]; }
 };
 
 struct Total { GaussianGrad g; float weight, error, nearest_z; };
@@ -41,33 +44,45 @@ __device__ __forceinline__ void add_camera(float* to, const CameraGrad& v) {
   atomicAdd(to + 9, v.t.x); atomicAdd(to + 10, v.t.y); atomicAdd(to + 11, v.t.z);
 }
 
-// dL/d colour -> v_sh, dL/d mean
-template <int D> __device__ __forceinline__ Vec3 color_bwd(const float* x, Vec3 mean, Vec3 center, const float* v, float* v_sh) {
+// dL/d colour -> dL/d mean, and dL/d SH: added to v_sh, or (MULTI = false, v_sh = x) in place of the coefficients.
+template <int D, bool MULTI> __device__ __forceinline__ Vec3 color_bwd(const float* x, Vec3 mean, Vec3 center, const float* v, float* v_sh) {
   if constexpr (D < 0) {
-    for (int k = 0; k < 3; ++k) v_sh[k] += v[k];
+    for (int k = 0; k < 3; ++k) v_sh[k] = MULTI ? v_sh[k] + v[k] : v[k];
     return {0, 0, 0};
   } else {
     const Vec3 color = sh_color(D, x, mean, center);
     asm volatile("" ::: "memory");  // read x from shared memory again: 48 registers are worth more
-    return sh_color_bwd(D, x, mean, center, {color.x > 0 ? v[0] : 0, color.y > 0 ? v[1] : 0, color.z > 0 ? v[2] : 0}, v_sh);
+    const Vec3 vc = {color.x > 0 ? v[0] : 0, color.y > 0 ? v[1] : 0, color.z > 0 ? v[2] : 0};
+    if constexpr (MULTI) return sh_color_bwd(D, x, mean, center, vc, v_sh);
+    float inv;
+    const Vec3 d = sh_direction(mean, center, inv);
+    Vec3 vd = {0, 0, 0};
+    sh_basis(D, d.x, d.y, d.z, [&](int k, float b, float bx, float by, float bz) {
+      float* at = v_sh + 3 * k;
+      vd = vd + Vec3{bx, by, bz} * (at[0] * vc.x + at[1] * vc.y + at[2] * vc.z);
+      at[0] = b * vc.x; at[1] = b * vc.y; at[2] = b * vc.z;
+    });
+    return (vd - d * dot(vd, d)) * inv;
   }
 }
 
 // All pairs of one Gaussian, from `pair` on.
-template <int D, bool CAMERAS> __device__ __forceinline__ void gather(const Work& w, const Cameras& cameras, const Gaussian& g, int64_t pair, const float* x, Total& t, float* v_sh) {
+template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gather(const Work& w, const Cameras& cameras, const Gaussian& g, int64_t pair, const float* x, Total& t, float* v_sh) {
   const uint32_t gi = w.gaussian[pair];
-  for (int64_t p = pair; p < w.nnz && w.gaussian[p] == gi; ++p) {
+  bool drawn = false;
+  for (int64_t p = pair; p < w.nnz && (MULTI || p == pair) && w.gaussian[p] == gi; ++p) {
     const int ci = w.camera[p];
     const Camera& cam = cameras[ci];
     t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
     alignas(16) float v[SPL_VGRAD_FLOATS];
     for (int k = 0; k < SPL_VGRAD_FLOATS / 4; ++k) *(float4*)(v + 4 * k) = ((const float4*)(w.v_screen + p * SPL_VGRAD_FLOATS))[k];
     if (v[10] == 0) continue;  // no pixel drew it
+    drawn = true;
     t.weight += v[10];
     t.error += v[11];
     CameraGrad by_camera{};
     project_bwd(g, cam, v, t.g, CAMERAS ? &by_camera : nullptr);
-    const Vec3 vm = color_bwd<D>(x, g.mean, cam.center, v + 7, v_sh);
+    const Vec3 vm = color_bwd<D, MULTI>(x, g.mean, cam.center, v + 7, v_sh);
     t.g.mean = t.g.mean + vm;
     if constexpr (CAMERAS) {  // camera centre = -R^T t: dL/dcentre = -vm
       const float tt[3] = {cam.t.x, cam.t.y, cam.t.z}, vv[3] = {vm.x, vm.y, vm.z};
@@ -77,6 +92,9 @@ template <int D, bool CAMERAS> __device__ __forceinline__ void gather(const Work
       add_camera(w.v_cameras + 12 * ci, by_camera);
     }
   }
+  if constexpr (!MULTI)
+    if (!drawn)  // then v_sh still holds the coefficients
+      for (int k = 0; k < (D < 0 ? 3 : 3 * (D + 1) * (D + 1)); ++k) v_sh[k] = 0;
 }
 
 template <int FLOATS> __device__ __forceinline__ bool all_finite(const GaussianGrad& g, const float* v_sh) {
@@ -95,19 +113,8 @@ __device__ __forceinline__ void raw_gradient(const Gaussian& g, const GaussianGr
   out[10] = v.opacity * (activated ? 1.0f : g.opacity * (1 - g.opacity));
 }
 
-template <int N> __device__ __forceinline__ void adam_row(float* x, float* m, float* v, const float* g, float lr, const AdamStep& a) {
-  float xs[N], ms[N], vs[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) { xs[k] = x[k]; ms[k] = m[k]; vs[k] = v[k]; }
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    adam(xs[k], ms[k], vs[k], g[k], lr, a);
-    x[k] = xs[k]; m[k] = ms[k]; v[k] = vs[k];
-  }
-}
-
-// Everything but SH. False: a non-finite gradient, which must not poison the moments.
-__device__ __forceinline__ bool adam_geometry(const Work& w, int64_t gi, const Gaussian& g, Total& t, bool sane, AdamStep& a) {
+// Statistics, regularisers and the step count of one Gaussian. False: a non-finite gradient, which must not poison the moments.
+__device__ __forceinline__ bool begin_adam(const Work& w, int64_t gi, const Gaussian& g, Total& t, bool sane, float* raw, float& c1, float& c2, float& lr_mean) {
   w.weight[gi] = fmaxf(w.weight[gi], t.weight);
   if (t.weight > 1e-6f) w.error[gi] = 0.8f * w.error[gi] + 0.2f * t.error;
   if (!sane) return false;
@@ -115,15 +122,11 @@ __device__ __forceinline__ bool adam_geometry(const Work& w, int64_t gi, const G
   t.g.opacity += w.h.opacity_reg * share;
   t.g.scale = t.g.scale + Vec3{reg, reg, reg};
   const int steps = ++w.steps[gi];
-  a = {w.h.beta1, w.h.beta2, w.h.eps, -1.0f / expm1f(steps * w.log_beta1), -1.0f / expm1f(steps * w.log_beta2)};  // 1 / (1 - beta^steps)
-  float raw[11];
+  c1 = -1.0f / expm1f(steps * w.log_beta1);  // 1 / (1 - beta^steps)
+  c2 = -1.0f / expm1f(steps * w.log_beta2);
   raw_gradient(g, t.g, false, raw);
   const float age = w.h.lr_decay_steps > 0 ? fminf(steps / w.h.lr_decay_steps, 1.0f) : 0.0f;
-  const float lr_mean = age > 0 ? w.h.lr_mean * powf(w.h.lr_mean_final / w.h.lr_mean, age) : w.h.lr_mean;
-  adam_row<3>(w.x.mean + 3 * gi, w.m.mean + 3 * gi, w.v.mean + 3 * gi, raw, lr_mean, a);
-  adam_row<4>(w.x.quat + 4 * gi, w.m.quat + 4 * gi, w.v.quat + 4 * gi, raw + 3, w.h.lr_quat, a);
-  adam_row<3>(w.x.log_scale + 3 * gi, w.m.log_scale + 3 * gi, w.v.log_scale + 3 * gi, raw + 7, w.h.lr_log_scale, a);
-  adam_row<1>(w.x.opacity + gi, w.m.opacity + gi, w.v.opacity + gi, raw + 10, w.h.lr_logit_opacity, a);
+  lr_mean = age > 0 ? w.h.lr_mean * powf(w.h.lr_mean_final / w.h.lr_mean, age) : w.h.lr_mean;
   return true;
 }
 
@@ -135,22 +138,13 @@ __device__ __forceinline__ void write_geometry(const Work& w, int64_t gi, const 
   w.x.opacity[gi] = raw[10];
 }
 
-// SH in memory order: lane after lane WIDE coefficients of the Gaussians of this warp that `which` names, STEP times at once,
+// In memory order: lane after lane WIDE coefficients of the Gaussians of this warp that `which` names, STEP times at once,
 // so that many loads are in flight. f(step, Gaussian's place in the block, its first coefficient).
 template <int FLOATS, int WIDE, int STEP, class F> __device__ __forceinline__ void in_memory_order(uint32_t which, int base, F&& f) {
 #pragma unroll
   for (int j = 0; j < STEP; ++j) {
     const int i = (base + j) * 32 + lane_id(), owner = i / (FLOATS / WIDE);
     if (which >> owner & 1) f(j, threadIdx.x / 32 * 32 + owner, (i - owner * (FLOATS / WIDE)) * WIDE);
-  }
-}
-
-// The moments are needed last; asked for first, they wait in L2 when their turn comes.
-__device__ __forceinline__ void prefetch(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-__device__ __forceinline__ void prefetch_moments(const Work& w, int64_t gi) {
-  for (const Parameters* p : {&w.m, &w.v}) {
-    prefetch(p->mean + 3 * gi); prefetch(p->quat + 4 * gi); prefetch(p->log_scale + 3 * gi); prefetch(p->opacity + gi);
-    for (int k = 0; k < w.s.sh_floats; k += 8) prefetch(p->sh + gi * w.s.sh_floats + k);
   }
 }
 
@@ -164,55 +158,77 @@ template <int WIDE> __device__ __forceinline__ void store_pack(float* p, const P
   if constexpr (WIDE == 4) *(float4*)p = *(const float4*)o.f; else *p = o.f[0];
 }
 
-template <int FLOATS, int WIDE> __device__ __forceinline__ void share_sh(const Work& w, Shared<FLOATS>& s, uint32_t which) {
+template <int FLOATS, int WIDE, bool MULTI> __device__ __forceinline__ void share_sh(const Work& w, Shared<FLOATS, MULTI>& s, uint32_t which) {
   constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 6 == 0 ? 6 : 3;
   for (int base = 0; base < TIMES; base += STEP) {
     Pack<WIDE> x[STEP];
     in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) { x[j] = load_pack<WIDE>(w.s.sh + (int64_t)s.gaussian[t] * w.s.sh_floats + k); });
-    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) { for (int e = 0; e < WIDE; ++e) s.x[t][k + e] = x[j].f[e]; });
+    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) { for (int e = 0; e < WIDE; ++e) s.sh[t][k + e] = x[j].f[e]; });
   }
 }
 
-template <int FLOATS> __device__ __forceinline__ void write_sh(const Work& w, const Shared<FLOATS>& s, uint32_t which) {
+template <int FLOATS, bool MULTI> __device__ __forceinline__ void write_sh(const Work& w, Shared<FLOATS, MULTI>& s, uint32_t which) {
   for (int base = 0; base < FLOATS; base += 3)
-    in_memory_order<FLOATS, 1, 3>(which, base, [&](int, int t, int k) { w.x.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k] = s.v[t][k]; });
+    in_memory_order<FLOATS, 1, 3>(which, base, [&](int, int t, int k) { w.x.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k] = s.v(t)[k]; });
 }
 
-template <int FLOATS, int WIDE> __device__ __forceinline__ void adam_sh(const Work& w, const Shared<FLOATS>& s, uint32_t which) {
-  constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 6 == 0 ? 6 : 3;
+template <int FLOATS, int WIDE, bool MULTI> __device__ __forceinline__ void adam_sh(const Work& w, Shared<FLOATS, MULTI>& s, uint32_t which) {
+  constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 4 == 0 ? 4 : 3;
   for (int base = 0; base < TIMES; base += STEP) {
-    Pack<WIDE> m[STEP], v[STEP];
+    Pack<WIDE> x[STEP], m[STEP], v[STEP];
     in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
       const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      m[j] = load_pack<WIDE>(w.m.sh + at); v[j] = load_pack<WIDE>(w.v.sh + at);
+      m[j] = load_pack<WIDE>(w.m.sh + at); v[j] = load_pack<WIDE>(w.v.sh + at); x[j] = load_pack<WIDE>(w.x.sh + at);
     });
     in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
       const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
       const AdamStep a = {w.h.beta1, w.h.beta2, w.h.eps, s.c1[t], s.c2[t]};
-      Pack<WIDE> x;
 #pragma unroll
-      for (int e = 0; e < WIDE; ++e) {
-        x.f[e] = s.x[t][k + e];
-        adam(x.f[e], m[j].f[e], v[j].f[e], s.v[t][k + e], k + e < 3 ? w.h.lr_sh0 : w.h.lr_sh_rest, a);
-      }
-      store_pack<WIDE>(w.x.sh + at, x); store_pack<WIDE>(w.m.sh + at, m[j]); store_pack<WIDE>(w.v.sh + at, v[j]);
+      for (int e = 0; e < WIDE; ++e) adam(x[j].f[e], m[j].f[e], v[j].f[e], s.v(t)[k + e], k + e < 3 ? w.h.lr_sh0 : w.h.lr_sh_rest, a);
+      store_pack<WIDE>(w.x.sh + at, x[j]); store_pack<WIDE>(w.m.sh + at, m[j]); store_pack<WIDE>(w.v.sh + at, v[j]);
     });
   }
 }
 
-template <int D, bool ADAM, bool CAMERAS> __global__ void __launch_bounds__(THREADS, 4) project_bwd_kernel(const __grid_constant__ Work w, const __grid_constant__ Cameras cameras) {
+// One row of N floats a Gaussian, whose gradients begin at raw[FROM].
+template <int N, int FROM, int FLOATS, bool MULTI, class Rate>
+__device__ __forceinline__ void adam_row(const Work& w, const Shared<FLOATS, MULTI>& s, uint32_t which, float* x_row, float* m_row, float* v_row, Rate&& rate) {
+  float x[N], m[N], v[N];
+  in_memory_order<N, 1, N>(which, 0, [&](int j, int t, int k) {
+    const int64_t at = (int64_t)s.gaussian[t] * N + k;
+    x[j] = x_row[at]; m[j] = m_row[at]; v[j] = v_row[at];
+  });
+  in_memory_order<N, 1, N>(which, 0, [&](int j, int t, int k) {
+    const int64_t at = (int64_t)s.gaussian[t] * N + k;
+    adam(x[j], m[j], v[j], s.raw[t][FROM + k], rate(t), {w.h.beta1, w.h.beta2, w.h.eps, s.c1[t], s.c2[t]});
+    x_row[at] = x[j]; m_row[at] = m[j]; v_row[at] = v[j];
+  });
+}
+
+template <int FLOATS, bool MULTI> __device__ __forceinline__ void adam_all(const Work& w, Shared<FLOATS, MULTI>& s, uint32_t which) {
+  adam_row<3, 0>(w, s, which, w.x.mean, w.m.mean, w.v.mean, [&](int t) { return s.lr_mean[t]; });
+  adam_row<4, 3>(w, s, which, w.x.quat, w.m.quat, w.v.quat, [&](int) { return w.h.lr_quat; });
+  adam_row<3, 7>(w, s, which, w.x.log_scale, w.m.log_scale, w.v.log_scale, [&](int) { return w.h.lr_log_scale; });
+  adam_row<1, 10>(w, s, which, w.x.opacity, w.m.opacity, w.v.opacity, [&](int) { return w.h.lr_logit_opacity; });
+  if constexpr (FLOATS % 4 == 0) {
+    if (w.aligned) return adam_sh<FLOATS, 4>(w, s, which);
+  }
+  adam_sh<FLOATS, 1>(w, s, which);
+}
+
+template <int D, bool ADAM, bool CAMERAS, bool MULTI> __global__ void __launch_bounds__(THREADS, 4) project_bwd_kernel(const __grid_constant__ Work w, const __grid_constant__ Cameras cameras) {
   constexpr int FLOATS = D < 0 ? 3 : 3 * (D + 1) * (D + 1);
   extern __shared__ float memory[];
-  Shared<FLOATS>& s = *(Shared<FLOATS>*)memory;
+  Shared<FLOATS, MULTI>& s = *(Shared<FLOATS, MULTI>*)memory;
   const int64_t i = thread_id();
-  const bool first = i < (w.heads ? *w.n_heads : w.nnz);
+  const int me = threadIdx.x;
+  const bool first = i < (MULTI ? *w.n_heads : w.nnz);
   const uint32_t firsts = __ballot_sync(ALL_LANES, first);
   if (!firsts) return;
-  const int64_t p = !first ? 0 : w.heads ? w.heads[i] : i;
+  const int64_t p = !first ? 0 : MULTI ? w.heads[i] : i;
   const uint32_t gi = w.gaussian[p];
-  s.gaussian[threadIdx.x] = gi;
+  s.gaussian[me] = gi;
   __syncwarp();
-  if constexpr (ADAM) if (first) prefetch_moments(w, gi);
   if constexpr (D >= 0 && FLOATS % 4 == 0) {
     if (w.aligned) share_sh<FLOATS, 4>(w, s, firsts); else share_sh<FLOATS, 1>(w, s, firsts);
   } else if constexpr (D >= 0) {
@@ -221,33 +237,22 @@ template <int D, bool ADAM, bool CAMERAS> __global__ void __launch_bounds__(THRE
   __syncwarp();
   bool sane = false;
   if (first) {
-    float* v_sh = s.v[threadIdx.x];
+    float* v_sh = s.v(me);
+    if constexpr (MULTI)
 #pragma unroll
-    for (int k = 0; k < FLOATS; ++k) v_sh[k] = 0;
+      for (int k = 0; k < FLOATS; ++k) v_sh[k] = 0;
     Gaussian g;
     load(w.s, gi, g);
     Total t{};
     t.nearest_z = 1e30f;
-    gather<D, CAMERAS>(w, cameras, g, p, s.x[threadIdx.x], t, v_sh);
+    gather<D, CAMERAS, MULTI>(w, cameras, g, p, s.sh[me], t, v_sh);
     sane = all_finite<FLOATS>(t.g, v_sh);
-    if constexpr (ADAM) {
-      AdamStep a{};
-      sane = adam_geometry(w, gi, g, t, sane, a);
-      s.c1[threadIdx.x] = a.c1;
-      s.c2[threadIdx.x] = a.c2;
-    } else if (sane) {
-      write_geometry(w, gi, g, t);
-    }
+    if constexpr (ADAM) sane = begin_adam(w, gi, g, t, sane, s.raw[me], s.c1[me], s.c2[me], s.lr_mean[me]);
+    else if (sane) write_geometry(w, gi, g, t);
   }
   const uint32_t which = __ballot_sync(ALL_LANES, sane);
   __syncwarp();
-  if constexpr (!ADAM) {
-    write_sh<FLOATS>(w, s, which);
-  } else if constexpr (FLOATS % 4 == 0) {
-    if (w.aligned) adam_sh<FLOATS, 4>(w, s, which); else adam_sh<FLOATS, 1>(w, s, which);
-  } else {
-    adam_sh<FLOATS, 1>(w, s, which);
-  }
+  if constexpr (ADAM) adam_all(w, s, which); else write_sh(w, s, which);
 }
 
 // Where the caller's gradients are made: arrays of R_V_CALLER, each at a multiple of 256 bytes.
@@ -277,14 +282,22 @@ static Parameters map_rows(spl_ctx& c, int mean, int quat, int scale, int opacit
   return {c.row<float>(mean), c.row<float>(quat), c.row<float>(scale), c.row<float>(opacity), c.row<float>(sh)};
 }
 
-template <bool ADAM, bool CAMERAS> static void run(spl_ctx& c, const Work& w, int degree) {
-  if (!w.nnz) return;
-  auto* kernel = w.s.direct_rgb ? project_bwd_kernel<-1, ADAM, CAMERAS> : degree == 0 ? project_bwd_kernel<0, ADAM, CAMERAS> : degree == 1 ? project_bwd_kernel<1, ADAM, CAMERAS>
-               : degree == 2 ? project_bwd_kernel<2, ADAM, CAMERAS> : project_bwd_kernel<3, ADAM, CAMERAS>;
-  const int floats = w.s.direct_rgb ? 3 : 3 * (degree + 1) * (degree + 1), bytes = THREADS * (2 * (floats | 1) + 3) * 4;
+template <int D, bool ADAM, bool CAMERAS> static void launch(spl_ctx& c, const Work& w) {
+  constexpr int FLOATS = D < 0 ? 3 : 3 * (D + 1) * (D + 1);
+  auto* kernel = w.heads ? project_bwd_kernel<D, ADAM, CAMERAS, true> : project_bwd_kernel<D, ADAM, CAMERAS, false>;
+  const int bytes = w.heads ? sizeof(Shared<FLOATS, true>) : sizeof(Shared<FLOATS, false>);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "taking shared memory");
   kernel<<<blocks_for(w.nnz, THREADS), THREADS, bytes, c.stream>>>(w, c.cameras);
   launched("project_bwd_kernel");
+}
+
+template <bool ADAM, bool CAMERAS> static void run(spl_ctx& c, const Work& w, int degree) {
+  if (!w.nnz) return;
+  if (w.s.direct_rgb) launch<-1, ADAM, CAMERAS>(c, w);
+  else if (degree == 0) launch<0, ADAM, CAMERAS>(c, w);
+  else if (degree == 1) launch<1, ADAM, CAMERAS>(c, w);
+  else if (degree == 2) launch<2, ADAM, CAMERAS>(c, w);
+  else launch<3, ADAM, CAMERAS>(c, w);
 }
 
 static void copy_out(spl_ctx& c, const Work& w, const View& v, const spl_gaussian_grads& o) {
