@@ -31,7 +31,7 @@ if(cuda_sources AND NOT SPIRULA_CUDA STREQUAL "OFF")
       if(nvidia_smi)
         set(CMAKE_CUDA_ARCHITECTURES native)
       else()
-        set(CMAKE_CUDA_ARCHITECTURES all-major)
+        set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 87-real 90) # Turing, Ampere and Ada, Jetson Orin, Hopper; newer ones compile 90's PTX
       endif()
     endif()
     enable_language(CUDA)

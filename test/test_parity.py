@@ -207,4 +207,5 @@ def test_more_than_2_to_the_31_intersections():
     for x, y in ((0, 0), (size - 500, 0), (7777, 8888), (0, size - 500), (size - 500, size - 500)):
         part, few = picture(x, y, 500, 500)
         assert few < 2**22 and part.std() > 0.01
-        np.testing.assert_allclose(part, whole[y:y + 500, x:x + 500], atol=2e-3)
+        error = np.abs(part - whole[y:y + 500, x:x + 500])
+        assert error.max() < 0.01 and (error > 5e-4).mean() < 1e-3, "only borderline pixels differ"

@@ -44,6 +44,8 @@ __global__ void gather_counts_kernel(const uint32_t* order, const uint32_t* tile
 
 struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; uint32_t *key, *pair; int64_t nnz; };
 
+constexpr int KEYS_PER_WARP = 512;
+
 // The last i in [0, n) with first[i] <= x, by the whole warp; first[0] <= x.
 __device__ __forceinline__ int64_t search(const int64_t* first, int64_t n, int64_t x) {
   int64_t begin = 0;
@@ -65,7 +67,7 @@ __device__ __forceinline__ void write_pairs(const Dims& v, const KeyRows& rows, 
   if (begin + lane_id() < rows.nnz) {
     pair = rows.order[begin + lane_id()];
     reach = reach_of(rows.screen[pair], rows.box[pair], v);
-    first_tile = rows.camera[pair] * v.tiles_x * v.tiles_y;
+    first_tile = v.n_cameras == 1 ? 0 : rows.camera[pair] * v.tiles_x * v.tiles_y;
   }
   int64_t at = rows.first[begin];
   high = min(high, rows.first[min(begin + 32, rows.nnz)]);
@@ -91,9 +93,9 @@ __device__ __forceinline__ void write_pairs(const Dims& v, const KeyRows& rows, 
   }
 }
 
-// A warp makes `share` intersections, of one pair or of hundreds: near splats, which cover many tiles, follow each other.
-__global__ void __launch_bounds__(128) keys_kernel(Dims v, KeyRows rows, int64_t n, int share) {
-  const int64_t low = thread_id() / 32 * share, high = min(low + share, n);
+// A warp makes KEYS_PER_WARP intersections, of one pair or of hundreds: near splats, which cover many tiles, follow each other.
+__global__ void __launch_bounds__(128) keys_kernel(Dims v, KeyRows rows, int64_t n) {
+  const int64_t low = thread_id() / 32 * KEYS_PER_WARP, high = min(low + KEYS_PER_WARP, n);
   if (low >= n) return;
   for (int64_t begin = search(rows.first, rows.nnz, low); begin < rows.nnz && rows.first[begin] < high; begin += 32) write_pairs(v, rows, begin, low, high);
 }
@@ -125,9 +127,8 @@ void bin(spl_ctx& c, const View& v) {
   const int from = c.sort_from_alt;
   cub::DoubleBuffer<uint32_t> keys(c.row<uint32_t>(R_KEY), c.row<uint32_t>(R_KEY_ALT)), pairs(c.row<uint32_t>(R_PAIR), c.row<uint32_t>(R_PAIR_ALT));
   keys.selector = pairs.selector = from;
-  const int share = n < 8 * nnz ? 256 : 512;  // keys a warp makes: few pairs' worth where splats are small
-  keys_kernel<<<blocks_for((n + share - 1) / share * 32, 128), 128, 0, c.stream>>>(dims_of(v), {c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<uint16_t>(R_CAMERA), order,
-                                                           c.row<int64_t>(R_FIRST), keys.Current(), pairs.Current(), nnz}, n, share);
+  keys_kernel<<<blocks_for((n + KEYS_PER_WARP - 1) / KEYS_PER_WARP * 32, 128), 128, 0, c.stream>>>(dims_of(v), {c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<uint16_t>(R_CAMERA), order,
+                                                           c.row<int64_t>(R_FIRST), keys.Current(), pairs.Current(), nnz}, n);
   launched("keys_kernel");
   int bits = 1;
   while (bits < 32 && tiles >> bits) ++bits;

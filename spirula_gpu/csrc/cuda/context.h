@@ -87,6 +87,22 @@ inline unsigned blocks_for(int64_t n, int threads) { return (unsigned)std::max<i
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 __device__ __forceinline__ unsigned lane_id() { return threadIdx.x & 31; }
+__device__ __forceinline__ int warp_sum(int x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(ALL_LANES, x);
+#else
+  for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(ALL_LANES, x, step);
+  return x;
+#endif
+}
+__device__ __forceinline__ int warp_max(int x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(ALL_LANES, x);
+#else
+  for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, step));
+  return x;
+#endif
+}
 __device__ __forceinline__ int64_t thread_id() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 
 }  // namespace spl

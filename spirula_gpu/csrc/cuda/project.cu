@@ -97,7 +97,7 @@ compact_kernel(Source s, const __grid_constant__ Cameras cameras, Dims v, bool a
       out.depth_key[slot] = depth_bits(screen.depth);
       out.order[slot] = (uint32_t)slot;
     }
-    const int sum = __reduce_add_sync(ALL_LANES, tiles);
+    const int sum = warp_sum(tiles);
     if (lane_id() == 0) atomicAdd(&block_tiles, sum);
   }
   __syncthreads();

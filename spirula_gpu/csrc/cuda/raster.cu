@@ -211,7 +211,7 @@ template <int PX> __global__ void __launch_bounds__(threads_of(PX)) raster_bwd_k
   }
   if (threadIdx.x == 0) deepest = 0;
   __syncthreads();
-  const int warp_last = __reduce_max_sync(ALL_LANES, last);
+  const int warp_last = warp_max(last);
   if (lane_id() == 0) atomicMax(&deepest, warp_last);
   __syncthreads();
   const int lane_column = column(lane_id());
