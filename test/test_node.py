@@ -1,18 +1,21 @@
 """TrainNode with real topics and services in one process; the mapper is a double, the frame pairing is the real one."""
+import array
 import math
 import time
 
+import cv2
 import numpy as np
 import pytest
 
 rclpy = pytest.importorskip("rclpy", reason="needs a ROS 2 Python (rclpy)")
 pytest.importorskip("spirula_ros.msg", reason="needs the built messages: make develop")
-from geometry_msgs.msg import PoseStamped
+from geometry_msgs.msg import PoseStamped, TransformStamped
+from nav_msgs.msg import Odometry
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from rclpy.parameter_client import AsyncParameterClient
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from sensor_msgs.msg import CameraInfo, Image
+from sensor_msgs.msg import CameraInfo, CompressedImage, Image
 from std_msgs.msg import String
 from std_srvs.srv import SetBool, Trigger
 from visualization_msgs.msg import Marker, MarkerArray
@@ -44,8 +47,9 @@ class Rig:
         self.executor.add_node(self.node)
         self.executor.add_node(self.robot)
         self.sent = 0
+        wants_pose = parameters.get("intake.pose_source", "pose") == "pose"
         self.image, self.depth, self.info, self.pose = (self.robot.create_publisher(kind, name, BEST_EFFORT) for kind, name in (
-            (Image, "image"), (Image, "depth"), (CameraInfo, "camera_info"), (PoseStamped, "pose")))
+            (Image, "image"), (Image, "depth"), (CameraInfo, "camera_info"), (PoseStamped, "pose" if wants_pose else "unused")))
 
     def until(self, condition, seconds=5.0):
         deadline = time.monotonic() + seconds
@@ -129,6 +133,42 @@ def test_frames_in_and_everything_out(rig):
     assert (status[-1].state, status[-1].frames_in, status[-1].frames_pending, status[-1].gaussians) == ("running", 3, 0, 1000)
     assert (vram[-1].total_bytes, vram[-1].categories[0].name, len(vram[-1].buffers)) == (1000, "splat", 0)
     assert (mesh[-1].markers[0].action, len(mesh[-1].markers[0].points)) == (Marker.ADD, 3)
+
+
+@pytest.mark.parametrize("rig", [{"intake.pose_source": "odom", "intake.depth": "ignore"}], indirect=True)
+def test_poses_from_odometry(rig):
+    odometry = rig.robot.create_publisher(Odometry, "pose", BEST_EFFORT)
+    rig.until(lambda: rig.image.get_subscription_count() and rig.info.get_subscription_count() and odometry.get_subscription_count())
+    assert not rig.depth.get_subscription_count(), "depth is ignored, so it is not received"
+    msg = Odometry(header=header(100_000_000, "odom"))
+    msg.pose.pose.orientation.w, msg.pose.pose.position.z = 1.0, 7.0
+    odometry.publish(msg)
+    rig.send_frame("no pose")
+    rig.until(lambda: rig.mapper.frames)
+    assert rig.mapper.frames[0].T_world_cam[2, 3] == 7 and rig.mapper.frames[0].depth_m is None
+    assert rig.node.intake.map_frame == "odom"
+
+
+@pytest.mark.parametrize("rig", [{"intake.pose_source": "tf", "intake.depth": "use_if_there", "qos.sensors": "reliable", "topics.image_transport": "compressed"}], indirect=True)
+def test_poses_from_tf_between_two_stamps_and_compressed_images(rig):
+    messages = pytest.importorskip("tf2_msgs.msg", reason="needs tf2_msgs: make test")
+
+    def transform(stamp_ns, parent, child, x):
+        out = TransformStamped(header=header(stamp_ns, parent), child_frame_id=child)
+        out.transform.rotation.w, out.transform.translation.x = 1.0, x
+        return out
+    tf, static = rig.robot.create_publisher(messages.TFMessage, "/tf", 10), rig.robot.create_publisher(messages.TFMessage, "/tf_static", LATCHED)
+    image, info = rig.robot.create_publisher(CompressedImage, "image/compressed", 10), rig.robot.create_publisher(CameraInfo, "camera_info", 10)
+    rig.until(lambda: all(p.get_subscription_count() for p in (tf, static, image, info)))
+    static.publish(messages.TFMessage(transforms=[transform(0, "base", "camera", 10.0)]))
+    head = header(1_050_000_000, "camera")
+    info.publish(camera_info_msg(CAMERA, head))
+    data = array.array("B", cv2.imencode(".png", np.full((48, 64, 3), (10, 20, 30), np.uint8))[1].tobytes())
+    image.publish(CompressedImage(header=head, format="png", data=data))
+    tf.publish(messages.TFMessage(transforms=[transform(1_000_000_000, "map", "base", 0.0)]))
+    tf.publish(messages.TFMessage(transforms=[transform(1_100_000_000, "map", "base", 1.0)]))
+    frame = rig.until(lambda: rig.mapper.frames and rig.mapper.frames[0])
+    assert frame.T_world_cam[0, 3] == pytest.approx(10.5) and tuple(frame.rgb[0, 0]) == (30, 20, 10)
 
 
 def test_only_what_is_heard_is_wanted(rig):
