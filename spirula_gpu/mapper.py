@@ -16,7 +16,7 @@ from .camera import Camera, Frame
 from .config import Config
 from .keyframes import Gate, Keyframe, Keyframes
 from .metrics import psnr, ssim
-from .native import Engine, view
+from .native import PARAMETERS, Engine, view
 from .report import FrameLedger, Latest, MeshChunk, Snapshot, Status, VramReport
 from .trainer import Trainer
 
@@ -236,8 +236,9 @@ class Mapper:
         if self._state == "paused" or not self._keyframes:
             self._due = 0
             return False
-        idle = self._thread is not None and not len(self._inbox)
-        n = min(self._due, self.STEPS_PER_TICK) if self._due > 0 else self.STEPS_PER_TICK if idle else 0
+        behind, idle = self._thread is not None and len(self._inbox) > 0, self._thread is not None and not len(self._inbox)
+        most = 1 if behind else self.STEPS_PER_TICK  # a frame that waits comes first: dropping it loses more than a few steps
+        n = min(self._due, most) if self._due > 0 else most if idle else 0
         self._steps(n)
         self._due -= min(n, self._due)
         return n > 0
@@ -329,10 +330,10 @@ class Mapper:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
     def _do_save_map(self, path: str) -> int:
-        from .ply import write_ply
-        rows = [self._engine.read(f"map.{name}") for name in ("mean", "quat", "log_scale", "logit_opacity", "sh")]
-        write_ply(path, *rows)
-        return len(rows[0])
+        from .ply import Splats, write_ply
+        splats = Splats(*(self._engine.read(f"map.{name}") for name in PARAMETERS))
+        write_ply(path, splats)
+        return len(splats.means)
 
     def _do_mesh(self, path: str) -> None:
         """A fresh TSDF of the rendered depth of up to 300 keyframes."""
