@@ -73,6 +73,10 @@ class Keyframes:
     def __iter__(self):
         return iter(self._all)
 
+    @property
+    def newest(self) -> Keyframe:
+        return self._all[-1]
+
     def add(self, keyframe: Keyframe, limit: int) -> None:
         self._all.append(keyframe)
         if len(self._all) > limit:

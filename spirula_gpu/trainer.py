@@ -8,12 +8,13 @@ from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 
 ADAM_EPS = 1e-15
+ROOM_ATTEMPTS = 8  # each asks for about half of what the one before asked for
 
 
 class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
-        self.steps, self.loss, self.problem = 0, float("nan"), ""
+        self.steps, self.loss, self.hint = 0, float("nan"), ""
         self._rng = np.random.default_rng(config.engine.seed + 1)
 
     def step(self, keyframes: Keyframes) -> None:
@@ -37,23 +38,31 @@ class Trainer:
                      ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
 
     def insert(self, keyframe: Keyframe) -> int:
-        """New Gaussians from the keyframe's depth; at the limit the weakest make room. Returns how many came."""
-        frame, i = keyframe.frame, self.config.insert
+        """New Gaussians from the keyframe's depth. At the limit the weakest make room, then the new ones come more sparsely;
+        `hint` says so. Returns how many came."""
+        frame, spacing, gain = keyframe.frame, self.config.insert.hole_spacing_px, self.config.insert.detail_gain
         if frame.depth_m is None:
             return 0
-        params = InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=i.detail_gain, min_depth_m=i.min_depth_m,
-                              max_depth_m=i.max_depth_m, hole_spacing_px=i.hole_spacing_px, size=i.size, opacity=i.opacity, owner=keyframe.id,
-                              seed=self.config.engine.seed * 1_000_003 + keyframe.id)
-        for attempt in range(2):
+        self.hint = ""
+        for _ in range(ROOM_ATTEMPTS):
             try:
-                return self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, params)
+                return self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
             except NativeError as e:
-                if e.kind != "capacity" or not len(self.engine) or not self.config.prune.relocate:
+                if e.kind != "capacity":
                     raise
-                self.problem = str(e)
-                if attempt == 0:
-                    self._make_room(max(len(self.engine) // 20, frame.rgb.shape[0] * frame.rgb.shape[1] // 16))
+                self.hint, refusal = str(e), e
+            if len(self.engine) and self.config.prune.relocate:
+                self._make_room(len(self.engine) // 20 + 1)
+            spacing, gain = 1.5 * spacing, gain / 2
+        if not len(self.engine):
+            raise refusal  # not even a coarse first frame fits: nothing will ever be mapped
         return 0
+
+    def _insertion(self, owner: int, hole_spacing_px: float, detail_gain: float) -> InsertParams:
+        i = self.config.insert
+        return InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=detail_gain, min_depth_m=i.min_depth_m,
+                            max_depth_m=i.max_depth_m, hole_spacing_px=hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
+                            seed=self.config.engine.seed * 1_000_003 + owner)
 
     def prune(self) -> None:
         """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""

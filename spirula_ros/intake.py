@@ -258,6 +258,9 @@ class Intake:
                     return
                 self._waiting.popleft()
                 self._drop(error)
+            except Exception as error:  # our bug, or an input nobody thought of: counted, shown, and the next image gets its turn
+                self._waiting.popleft()
+                self._drop(BadMessage("internal_error", f"{type(error).__name__}: {error}"))
             else:
                 self._waiting.popleft()
                 self._emit(frame)

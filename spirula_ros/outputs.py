@@ -60,6 +60,7 @@ class Outputs:
     def publish_status(self, hint: str, internal_error: str) -> None:
         status = self._mapper.status()
         text = "; ".join(line for line in (status.last_error, internal_error) if line)
+        hint = "; ".join(line for line in (hint, status.hint) if line)
         msg = status_msg(status, header(self._now_ns(), self._node.intake.map_frame), hint, self.stamp_delay_ms + status.latency_ms)
         msg.last_error = text
         self._send(self.status, msg)

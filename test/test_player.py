@@ -45,8 +45,8 @@ def test_the_report_of_the_node(room, ros_domain, pace):
 
 
 def test_a_node_that_fails_is_reported_with_its_log(room, ros_domain):
-    done = replay(room, ros_domain, "--set", "engine.max_gaussians=10")
-    assert done.returncode == 1 and "spirula: the mapper failed" in done.stderr and "engine.max_gaussians" in done.stderr, done.stderr
+    done = replay(room, ros_domain, "--set", "engine.vram_budget_mb=1")
+    assert done.returncode == 1 and "spirula: the mapper failed" in done.stderr and "engine.vram_budget_mb" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr.split("the mapper failed")[0], done.stderr
 
 
