@@ -29,7 +29,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class GateConfig:
-    min_translation_m: float = param(0.02, "m", "a frame that moved this far from every recent keyframe becomes one", 0, 100, True)
+    min_translation_m: float = param(0.02, "m", "a frame that moved this far from each of the last 2000 keyframes becomes one", 0, 100, True)
     min_rotation_deg: float = param(1.0, "deg", ".. or that turned this far", 0, 180, True)
     max_interval_s: float = param(1.0, "s", ".. or that came this long after the last keyframe", 0, 3600, True)
     min_sharpness: float = param(0.3, "", "reject a frame whose Laplacian variance is below this share of the recent median; 0 = off", 0, 1, True)
@@ -52,11 +52,12 @@ class InsertConfig:
 class TrainConfig:
     steps_per_frame: int = param(30, "steps", "steps due for each frame taken in; the mapper does more when idle (not with --lossless)", 0, 10000, True)
     max_keyframes: int = param(2000, "keyframes", "keyframes kept for replay; beyond this the most redundant one goes", 2, 1_000_000)
+    keyframes_mb: int = param(1024, "MiB", "host memory of their images; beyond this too the most redundant one goes", 16, 1_000_000, True)
     newest_probability: float = param(0.1, "", "share of steps on the newest keyframe", 0, 1, True)
     ssim_weight: float = param(0.2, "", "loss = (1-w) L1 + w (1-SSIM) + depth_weight * relative depth error", 0, 1, True)
     depth_weight: float = param(0.02, "", "see ssim_weight", 0, 100, True)
     lr_mean: float = param(4e-4, "m", "Adam step of positions", 0, 1, True)
-    lr_mean_final: float = param(4e-5, "m", ".. which falls to this over a Gaussian's first lr_decay_steps", 0, 1, True)
+    lr_mean_final: float = param(4e-5, "m", ".. which falls to this over a Gaussian's first lr_decay_steps", 1e-9, 1, True)
     lr_decay_steps: int = param(2000, "steps", "see lr_mean_final; 0 = constant", 0, 1_000_000, True)
     lr_quat: float = param(3e-3, "", "Adam step of rotations", 0, 1, True)
     lr_log_scale: float = param(1.5e-2, "", "Adam step of log scales", 0, 1, True)

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +15,8 @@ from .camera import Camera, Frame
 from .config import Config
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
-from .native import Engine
-from .output import MESH_FRAMES, HeldOut, Output
+from .native import Engine, NativeError
+from .output import MESH_FRAMES, HeldOut, MeshError, Output
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
 from .trainer import Trainer
 
@@ -27,6 +27,14 @@ class Wants:
     render: bool = False
     mesh: bool = False
     render_period_s: float = 0.5
+
+
+def settle(future: Future, outcome) -> None:
+    """Answer a future, whose holder may have cancelled it and which may have been answered already."""
+    try:
+        future.set_exception(outcome) if isinstance(outcome, BaseException) else future.set_result(outcome)
+    except InvalidStateError:
+        pass
 
 
 class Mapper:
@@ -41,7 +49,8 @@ class Mapper:
         self.latest = Latest()
         self.wants = Wants()
         self._inbox = Inbox(self.ledger)
-        self._gate = Gate()
+        self._gate, self._gated_map = Gate(), 0   # T0's: the gate, and the map it was last cleared for
+        self._map_number = 0                      # T1's: counts resets
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._status, self._vram = Latest(), Latest()
         self._thread: threading.Thread | None = None
@@ -54,23 +63,28 @@ class Mapper:
         status = self._status.get()
         if status.state in ("error", "paused"):
             return self.ledger.dropped(status.state)
+        if self._gated_map != self._map_number:
+            self._gate.clear()
+            self._gated_map = self._map_number
         reason = None if frame.held_out else self._gate.refuses(frame, self.config.gate)
         if reason:
             return self.ledger.dropped(reason)
         self._inbox.put(frame, self.config.gate.inbox_frames)
+        if self._status.get().state == "error":   # it failed meanwhile
+            self._inbox.drop_all("error")
 
     def command(self, name: str, *args) -> Future:
         """Queue a command for T1 (inline mode: run it now): save_map(path), mesh(path), reset(), pause(bool),
         view(T_world_cam|None, camera|None), configure(Config), evaluate(), refine(seconds)."""
         future: Future = Future()
         if name not in ("save_map", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine"):
-            future.set_exception(ValueError(f"unknown command '{name}'"))
+            settle(future, ValueError(f"unknown command '{name}'"))
         elif self._thread is None:
             self._run_command(name, args, future)
         else:
             self._commands.put((name, args, future))
             self._inbox.wake.set()
-            if self._status.get().state == "error":
+            if self._thread is None or self._status.get().state == "error":   # it stopped meanwhile
                 self._refuse_commands()
         return future
 
@@ -100,14 +114,17 @@ class Mapper:
     def _refuse_commands(self) -> None:
         """Nobody will run what is still queued: say so to those who wait."""
         why = RuntimeError(f"the mapper has stopped{': ' + self._error if self._error else ''}")
-        for _, future in self._refining:
-            future.set_exception(why)
-        self._refining.clear()
+        self._end_refining(why)
         while True:
             try:
-                self._commands.get_nowait()[2].set_exception(why)
+                settle(self._commands.get_nowait()[2], why)
             except queue.Empty:
                 return
+
+    def _end_refining(self, why: Exception) -> None:
+        for _, future in self._refining:
+            settle(future, why)
+        self._refining.clear()
 
     def close(self) -> None:
         self.stop()
@@ -125,6 +142,7 @@ class Mapper:
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = 0
         self._refining: list[tuple[float, Future]] = []
+        self._problem, self._can_mesh = "", True
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
         self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0)
@@ -138,7 +156,7 @@ class Mapper:
         except Exception as e:  # a worker that dies must be seen everywhere
             self._state, self._error = "error", f"{type(e).__name__}: {e}"
             traceback.print_exc()
-            self._tell()
+            self._tell_status()
             self._inbox.drop_all("error")
             self._refuse_commands()
 
@@ -172,7 +190,7 @@ class Mapper:
             self._run_command(*self._commands.get())
             ran = True
         while self._refining and time.monotonic() >= self._refining[0][0]:
-            self._refining.pop(0)[1].set_result(None)
+            settle(self._refining.pop(0)[1], None)
         return ran
 
     def _run_command(self, name: str, args: tuple, future: Future) -> None:
@@ -180,12 +198,12 @@ class Mapper:
             if name == "refine":
                 if self._thread is None:
                     self.train(seconds=args[0])
-                    return future.set_result(None)
+                    return settle(future, None)
                 self._refining.append((time.monotonic() + args[0], future))
                 return self._refining.sort(key=lambda r: r[0])
-            future.set_result(getattr(self, f"_do_{name}")(*args))
+            settle(future, getattr(self, f"_do_{name}")(*args))
         except Exception as e:  # the caller gets it; the map is still good
-            future.set_exception(e)
+            settle(future, e)
 
     def _take_frame(self) -> bool:
         item = self._inbox.take() if self._state != "paused" else None
@@ -206,12 +224,14 @@ class Mapper:
 
     def _add(self, frame: Frame) -> None:
         if frame.held_out:
-            self._held_out = [*self._held_out, frame][-self.config.eval.max_held_out:]
+            self._held_out.append(replace(frame, depth_m=None))
+            while len(self._held_out) > self.config.eval.max_held_out:
+                self._output.forget(self._held_out.pop(0))
             return
         keyframe = Keyframe(self._next_id, frame, self.config.train.blur_px2)
         self._next_id += 1
         self._trainer.insert(keyframe)
-        self._keyframes.add(keyframe, self.config.train.max_keyframes)
+        self._keyframes.add(keyframe, self.config.train)
 
     def _train(self) -> bool:
         if self._state == "paused" or not self._keyframes:
@@ -232,6 +252,18 @@ class Mapper:
 
     # ---- what goes out ---------------------------------------------------------------------------------------------
     def _publish(self) -> bool:
+        """What listeners want. That it cannot be made is no reason to stop mapping; `hint` says why."""
+        try:
+            return self._publish_due()
+        except NativeError as e:
+            if e.kind not in ("capacity", "memory"):
+                raise
+            self._problem = str(e)
+        except MeshError as e:
+            self._problem, self._can_mesh = str(e), False
+        return False
+
+    def _publish_due(self) -> bool:
         now, e = time.monotonic(), self.config.eval
         if self._thread is not None and e.period_s and self._held_out and self._due_at("evaluate", now, e.period_s):
             self._evaluated += 1
@@ -240,7 +272,7 @@ class Mapper:
             self._tell()
         if not self._keyframes:
             return False
-        mesh = self.wants.mesh and self.config.mesh.period_s > 0 and self._due_at("mesh", now, self.config.mesh.period_s)
+        mesh = self.wants.mesh and self._can_mesh and self.config.mesh.period_s > 0 and self._due_at("mesh", now, self.config.mesh.period_s)
         render = self.wants.render and self._due_at("render", now, self.wants.render_period_s)
         if mesh:
             self._output.update_mesh(self._keyframes)
@@ -266,6 +298,10 @@ class Mapper:
 
     def _tell(self) -> None:
         """Publish status and memory to the other threads."""
+        self._tell_status()
+        self._vram.set(self._engine.vram())
+
+    def _tell_status(self) -> None:
         self._last["tell"] = time.monotonic()
         heldout_psnr, heldout_ssim = self._output.heldout_means()
         rate = 0.0
@@ -274,8 +310,8 @@ class Mapper:
         self._status.set(Status(
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
-            heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, hint=self._trainer.hint, last_error=self._error))
-        self._vram.set(self._engine.vram())
+            heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error,
+            hint="; ".join(text for text in (self._trainer.hint, self._problem) if text)))
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame, and 32 training frames for Status.train_psnr."""
@@ -292,10 +328,15 @@ class Mapper:
         self._output.write_mesh(path, self._keyframes.spread(MESH_FRAMES))
 
     def _do_reset(self) -> None:
-        self._engine.close()
-        self._inbox.drop_all("reset")
-        self._gate.clear()
+        old, paused = self._engine, self._state == "paused"
+        self._end_refining(RuntimeError("the map was reset"))
         self._begin_map()
+        old.close()
+        self._map_number += 1
+        self._inbox.drop_all("reset")
+        self.latest.set(None)
+        if paused:
+            self._do_pause(True)
 
     def _do_pause(self, paused: bool) -> None:
         self._state = "paused" if paused else "running" if self._keyframes else "waiting"

@@ -9,6 +9,7 @@ import numpy as np
 from .camera import Camera, Frame
 from .config import Config
 from .keyframes import Keyframe
+from .mesh import MeshError
 from .metrics import psnr, ssim
 from .native import PARAMETERS, Engine, view
 from .report import MeshChunk
@@ -44,6 +45,9 @@ class Output:
         self._measured[frame.stamp_ns] = (result.psnr, result.ssim)
         return result
 
+    def forget(self, frame: Frame) -> None:
+        self._measured.pop(frame.stamp_ns, None)
+
     def heldout_means(self) -> tuple[float, float]:
         """(psnr, ssim): means over the newest measurement of each held-out frame; NaN when there is none."""
         known = list(self._measured.values())
@@ -57,7 +61,7 @@ class Output:
     def update_mesh(self, keyframes: Iterable[Keyframe]) -> None:
         """Fuse the rendered depth of some keyframes that were not fused yet."""
         self._mesher = self._mesher or self._new_mesher()
-        for k in [k for k in keyframes if k.id not in self._fused][:FUSE_PER_UPDATE]:
+        for k in [k for k in reversed(list(keyframes)) if k.id not in self._fused][:FUSE_PER_UPDATE]:  # it follows the robot
             self._fuse(self._mesher, k)
             self._fused.add(k.id)
         self._chunks.update((chunk.key, chunk) for chunk in self._mesher.changed_chunks())

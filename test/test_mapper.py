@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from spirula_gpu.camera import Camera, Frame
-from spirula_gpu.config import Config, GateConfig, replaced
+from spirula_gpu.config import Config, GateConfig, replaced, rows
 from spirula_gpu.keyframes import Gate
 from spirula_gpu.mapper import Mapper, Wants
+from spirula_gpu.mesh import MeshError
 
 CAMERA = Camera(40, 30, 36.0, 36.0, 20.0, 15.0)
 SMALL = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 1, "train.steps_per_frame": 4, "prune.interval_steps": 10})
@@ -121,17 +122,17 @@ def test_the_worker_takes_frames_trains_when_idle_and_stops(tmp_path):
     for i in range(4):
         submit(mapper, frame(i))
     wait_for(lambda: mapper.status().keyframes == 4 and mapper.status().steps > 60)  # 16 were due
-    assert mapper.command("save_map", str(tmp_path / "map.ply")).result(10) == mapper.status().gaussians
+    snapshot = mapper.latest.get()
+    assert snapshot.rgb.shape == (30, 40, 3) and not snapshot.rgb.flags.writeable
     mapper.command("pause", True).result(10)
+    assert mapper.command("save_map", str(tmp_path / "map.ply")).result(10) == mapper.status().gaussians
     submit(mapper, frame(5))
     assert mapper.ledger.counts().dropped == {"paused": 1}
     steps = mapper.status().steps
     time.sleep(0.3)
     assert mapper.status().steps == steps
     mapper.command("reset").result(10)
-    wait_for(lambda: mapper.status().gaussians == 0)
-    snapshot = mapper.latest.get()
-    assert snapshot.rgb.shape == (30, 40, 3) and not snapshot.rgb.flags.writeable
+    assert mapper.latest.get() is None and mapper.status().gaussians == 0 and mapper.status().state == "paused"
     mapper.stop()
     assert mapper.status().state == "stopped" and "spirula-mapper" not in [t.name for t in threading.enumerate()]
     mapper.close()
@@ -160,3 +161,85 @@ def test_every_chunk_is_in_every_snapshot_and_unchanged_ones_are_the_same_object
     mapper._output.update_mesh(mapper._keyframes)  # nothing new to fuse
     second = {c.key: c for c in mapper._snapshot().mesh}
     assert first and all(second[k] is first[k] for k in first)
+
+
+@pytest.mark.parametrize("budget_mb", [8, 9, 10, 12, 14, 40])
+def test_a_tight_budget_bounds_the_map_and_never_ends_it(budget_mb):
+    camera = CAMERA.resized(160, 120)
+    rng = np.random.default_rng(0)
+    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": budget_mb, "engine.sh_degree": 0, "insert.hole_spacing_px": 1.0, "train.steps_per_frame": 6}))
+    for i in range(12):
+        f = frame(i * 10)
+        submit(mapper, replace(f, camera=camera, rgb=rng.integers(0, 256, (120, 160, 3), np.uint8), depth_m=np.full((120, 160), 2, np.float32)))
+        mapper.run_due()
+        assert mapper.vram().total <= budget_mb << 20
+    assert mapper.status().gaussians > 100 and mapper.ledger.counts().used == 12
+    assert ("vram_budget_mb" in mapper.status().hint) == (budget_mb < 40)
+
+
+def test_every_live_parameter_may_take_its_lowest_and_highest_value():
+    live = [(name, f.metadata["low"], f.metadata["high"]) for name, _, f in rows() if f.metadata["live"] and f.metadata["low"] is not None]
+    assert len(live) > 20
+    for name, low, high in live:
+        for value in (low, high):
+            if name in ("train.steps_per_frame", "insert.hole_spacing_px") and value == high:
+                continue  # a matter of time, or of an empty map
+            mapper = run(SMALL, 2)
+            kind = type(dict((n, v) for n, v, _ in rows())[name])
+            mapper.command("configure", replaced(SMALL, {name: kind(value)})).result(1)
+            submit(mapper, frame(9))
+            mapper.run_due()
+            assert mapper.status().state == "running", name
+
+
+def test_reset_answers_who_waits_for_a_refinement():
+    mapper = run(SMALL, 2)
+    mapper.start()
+    waiting = mapper.command("refine", 1000.0)
+    mapper.command("reset").result(10)
+    with pytest.raises(RuntimeError, match="reset"):
+        waiting.result(1)
+    mapper.stop()
+
+
+def test_a_cancelled_command_harms_nobody():
+    mapper = Mapper(SMALL)
+    mapper.start()
+    mapper.command("pause", True).cancel()
+    mapper.command("refine", 0.1).cancel()
+    assert mapper.command("pause", False).result(10) is None and mapper.status().state == "waiting"
+    mapper.stop()
+    with pytest.raises(OSError):  # without a worker the caller runs it
+        mapper.command("save_map", "/no/such/folder/map.ply").result(1)
+
+
+def test_keyframes_stay_within_their_memory():
+    mapper = Mapper(replaced(SMALL, {"train.keyframes_mb": 16, "train.steps_per_frame": 0, "gate.inbox_frames": 50}))
+    camera = CAMERA.resized(800, 600)   # 3.4 MB a frame
+    for i in range(8):
+        submit(mapper, replace(frame(i), camera=camera, rgb=np.zeros((600, 800, 3), np.uint8), depth_m=np.full((600, 800), 2, np.float32)))
+        mapper.run_due()
+    assert len(mapper._keyframes) == 4 and mapper._keyframes.bytes <= 16 << 20
+    assert mapper._keyframes.newest.frame.stamp_ns == frame(7).stamp_ns
+
+
+def test_a_mesh_that_cannot_be_made_does_not_stop_the_map(monkeypatch):
+    monkeypatch.setattr("spirula_gpu.mesh.TsdfMesher.__init__", lambda self, config: (_ for _ in ()).throw(MeshError("the mesh needs Open3D")))
+    mapper = Mapper(SMALL)
+    mapper.wants = Wants(mesh=True)
+    mapper.start()
+    submit(mapper, frame(0))
+    wait_for(lambda: "Open3D" in mapper.status().hint and mapper.status().steps > 20)
+    assert mapper.status().state == "running"
+    mapper.stop()
+
+
+def test_a_render_beyond_the_budget_is_a_hint():
+    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": 20}))
+    mapper.wants = Wants(render=True, render_period_s=0.01)
+    mapper.start()
+    mapper.command("view", None, CAMERA.resized(1600, 1200)).result(5)
+    submit(mapper, frame(0))
+    wait_for(lambda: "engine.vram_budget_mb" in mapper.status().hint and mapper.status().steps > 20)
+    assert mapper.status().state == "running"
+    mapper.stop()

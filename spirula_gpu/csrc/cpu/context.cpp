@@ -62,8 +62,8 @@ int64_t held_bytes(const spl_ctx& c) {
   return sum;
 }
 
-// Capacities only grow; what a call learns on the way (blocks, pairs, intersections) gets headroom, unless the budget
-// is too tight for it. The address range is generous, so that growing keeps the arena where it is.
+// Capacities only grow, and what a call learns on the way (blocks, pairs, intersections) gets headroom, unless the budget
+// is too tight for either. The address range is generous, so that growing keeps the arena where it is.
 void fit_arena(spl_ctx& c, const Counts& need) {
   Counts capacity = c.capacity;
   bool grow = c.arena.base == nullptr;
@@ -73,8 +73,10 @@ void fit_arena(spl_ctx& c, const Counts& need) {
     capacity[k] = headroom ? need[k] + need[k] / 4 + 1024 : need[k];
     grow = true;
   }
-  c.counts = need;
-  if (!grow) return;
+  if (!grow) {
+    c.counts = need;
+    return;
+  }
   const int64_t others = held_bytes(c) - c.arena.committed;
   ArenaPlan plan = plan_arena(capacity, c.params.sh_degree, c.params.arena_alias, c.params.arena_debug);
   if (others + plan.total > budget_of(c)) plan = plan_arena(capacity = need, c.params.sh_degree, c.params.arena_alias, c.params.arena_debug);
@@ -90,6 +92,7 @@ void fit_arena(spl_ctx& c, const Counts& need) {
   c.arena.commit(plan.total);
   c.plan = plan;
   c.capacity = capacity;
+  c.counts = need;
 }
 
 void fit_map(spl_ctx& c, int64_t n) {
@@ -103,6 +106,19 @@ void fit_map(spl_ctx& c, int64_t n) {
   if (after > budget_of(c))
     fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate",
          (long long)n, (long long)(after >> 20), (long long)(budget_of(c) >> 20));
+  try {
+    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(want * c.item_bytes(r));
+  } catch (const Failure&) {  // all rows or none
+    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(c.n_capacity * c.item_bytes(r));
+    throw;
+  }
+  c.n_capacity = want;
+}
+
+// Memory that the map no longer needs goes back, so that the arena may have it.
+void trim_map(spl_ctx& c) {
+  const int64_t want = std::min<int64_t>(align_up(c.n, SPL_GROW_GAUSSIANS), c.params.max_gaussians);
+  if (want >= c.n_capacity) return;
   for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(want * c.item_bytes(r));
   c.n_capacity = want;
 }

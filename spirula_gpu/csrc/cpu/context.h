@@ -11,7 +11,11 @@
 
 // Hot loops are compiled for three instruction sets and chosen when the library is loaded: one build runs everywhere.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(SPL_NO_CLONES)
+#if __GNUC__ >= 12
 #define SPL_HOT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else  // GCC 11 (Ubuntu 22.04) does not know the levels
+#define SPL_HOT __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 #else
 #define SPL_HOT
 #endif
@@ -79,6 +83,7 @@ namespace spl {
 // memory (context.cpp)
 void fit_arena(spl_ctx&, const Counts& need);     // grows the capacities and lays the arena out again; contents are lost
 void fit_map(spl_ctx&, int64_t n);                // memory for n Gaussians, or SPL_E_CAPACITY
+void trim_map(spl_ctx&);                          // gives back what n Gaussians do not need
 int64_t held_bytes(const spl_ctx&);
 void begin_phase(spl_ctx&, int phase);            // timing; in debug: canaries and poison
 void end_phases(spl_ctx&);

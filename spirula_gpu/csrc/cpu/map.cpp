@@ -16,7 +16,7 @@ static int find_row(const char* name, int sh_degree) {
 static uint8_t* map_bytes(spl_ctx& c, const char* name, int64_t first, int64_t count, int64_t& bytes) {
   const int r = find_row(name, c.params.sh_degree);
   if (r >= SPL_N_MAP_ROWS) fail(SPL_E_ARGUMENT, "%s is scratch, not part of the map", name);
-  if (first < 0 || count < 0 || first + count > c.n) fail(SPL_E_ARGUMENT, "%s [%lld, %lld) of %lld Gaussians", name, (long long)first, (long long)(first + count), (long long)c.n);
+  if (first < 0 || count < 0 || first > c.n || count > c.n - first) fail(SPL_E_ARGUMENT, "%s: %lld from %lld on, of %lld Gaussians", name, (long long)count, (long long)first, (long long)c.n);
   bytes = count * c.item_bytes(r);
   return c.row<uint8_t>(r) + first * c.item_bytes(r);
 }
@@ -65,6 +65,7 @@ int spl_map_append(spl_ctx* ctx, const spl_gaussians* g, int32_t owner) {
 int spl_map_read(spl_ctx* ctx, const char* row, int64_t first, int64_t count, void* host) {
   return guarded(ctx, [&](spl_ctx& c) {
     int64_t bytes;
+    if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
     const uint8_t* p = map_bytes(c, row, first, count, bytes);
     memcpy(host, p, bytes);
   });
@@ -73,6 +74,7 @@ int spl_map_read(spl_ctx* ctx, const char* row, int64_t first, int64_t count, vo
 int spl_map_write(spl_ctx* ctx, const char* row, int64_t first, int64_t count, const void* host) {
   return guarded(ctx, [&](spl_ctx& c) {
     int64_t bytes;
+    if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
     uint8_t* p = map_bytes(c, row, first, count, bytes);
     memcpy(p, host, bytes);
   });
@@ -95,11 +97,13 @@ int spl_map_keep(spl_ctx* ctx, const uint8_t* keep, int64_t* n_kept) {
       }
     }
     *n_kept = c.n = kept;
+    trim_map(c);
   });
 }
 
 int spl_map_relocate(spl_ctx* ctx, int64_t n_moves, const int64_t* dst, const int64_t* src, float min_opacity) {
   return guarded(ctx, [&](spl_ctx& c) {
+    if (n_moves < 0 || (n_moves && !(dst && src))) fail(SPL_E_ARGUMENT, "%lld moves: dst and src must be given", (long long)n_moves);
     std::vector<int> times(c.n, 1);
     std::vector<uint8_t> is_dst(c.n, 0);
     for (int64_t i = 0; i < n_moves; ++i) {
@@ -155,6 +159,7 @@ int spl_buffer(spl_ctx* ctx, const char* name, void** ptr, int64_t* bytes) {
   return guarded(ctx, [&](spl_ctx& c) {
     const int r = find_row(name, c.params.sh_degree);
     const RowInfo info = row_info(r, c.params.sh_degree);
+    if (!ptr || !bytes) fail(SPL_E_ARGUMENT, "ptr and bytes must be given");
     *ptr = c.row<void>(r);
     *bytes = (r < SPL_N_MAP_ROWS ? c.n : c.counts[info.count]) * info.item_bytes;
   });

@@ -30,13 +30,13 @@ static void check_hyper(const spl_hyper& h) {
   const float rates[] = {h.lr_mean, h.lr_quat, h.lr_log_scale, h.lr_logit_opacity, h.lr_sh0, h.lr_sh_rest, h.ssim_weight, h.depth_weight, h.opacity_reg, h.scale_reg, h.eps, h.lr_mean_final, h.lr_decay_steps};
   for (float r : rates) if (!(r >= 0) || !finite(r)) fail(SPL_E_ARGUMENT, "spl_hyper: a rate or weight is %g, must be >= 0 and finite", r);
   if (!(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1)) fail(SPL_E_ARGUMENT, "beta1 %g, beta2 %g: must lie in [0, 1)", h.beta1, h.beta2);
-  if (h.lr_decay_steps > 0 && !(h.lr_mean > 0 && h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g and lr_mean_final %g must be > 0 to decay", h.lr_mean, h.lr_mean_final);
+  if (h.lr_decay_steps > 0 && h.lr_mean > 0 && !(h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g cannot decay to lr_mean_final %g: it must be > 0", h.lr_mean, h.lr_mean_final);
   if (h.ssim_weight > 1) fail(SPL_E_ARGUMENT, "ssim_weight %g: must lie in [0, 1]", h.ssim_weight);
 }
 
-static void describe_step(const spl_ctx& c, spl_step& out) {
+static void describe_step(spl_ctx& c, spl_step& out) {
   out.n_pairs = c.counts[SPL_PAIRS] - 1;
-  out.n_isects = c.counts[SPL_ISECTS];
+  out.n_isects = out.n_pairs ? c.row<int64_t>(R_FIRST)[out.n_pairs] : 0;
   memcpy(out.ms, c.ms, sizeof c.ms);
 }
 
