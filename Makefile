@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 PYTHON := $(or $(PYTHON),python3)
 OUT ?= demo
-DEMO_ARGS ?= --rate 0.3 --refine-seconds 45 # slowly enough for two cores; a faster machine needs neither
+DEMO_ARGS ?= --rate 0.4 --refine-seconds 30 # slowly enough for two cores; a faster machine needs neither
 
 venv := $(abspath $(VENV))
 python := $(venv)/bin/python

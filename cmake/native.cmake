@@ -5,7 +5,6 @@ set(csrc ${PROJECT_SOURCE_DIR}/spirula_gpu/csrc)
 # machine that builds; fast-math stays off because infinities and NaN are tested for.
 function(spirula_library name)
   add_library(${name} SHARED ${ARGN})
-  target_include_directories(${name} PRIVATE ${csrc})
   target_compile_features(${name} PRIVATE cxx_std_17)
   set_target_properties(${name} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
   target_compile_options(${name} PRIVATE

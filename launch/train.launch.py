@@ -10,6 +10,7 @@ from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import Node
 
 from spirula_ros.dds import fastdds_profile
+from spirula_ros.share import share_directory
 
 PARAMETERS = (  # argument, parameter, type, description
     ("image", "topics.image", str, "colour image topic; CompressedImage when it ends in /compressed"),
@@ -26,7 +27,7 @@ PARAMETERS = (  # argument, parameter, type, description
     ("save_path", "output.map_path", str, "write the map here (.ply) when the node stops"),
 )
 OTHERS = (
-    ("config", "", "parameter file; `spirula params` prints one with every parameter"),
+    ("config", "", "parameter file, or the name of an installed one (realsense); `spirula params` prints one with every parameter"),
     ("use_sim_time", "false", "take the time from /clock"),
     ("namespace", "", "namespace of the node"),
     ("log_level", "info", "debug | info | warn | error"),
@@ -36,10 +37,13 @@ OTHERS = (
 def train_node(context):
     value = {name: LaunchConfiguration(name).perform(context) for name, *_ in PARAMETERS + OTHERS}
     given = {parameter: kind(value[name]) for name, parameter, kind, _ in PARAMETERS if value[name]}
+    config = value["config"]
+    if config and not os.path.isfile(config):
+        config = str(share_directory() / "config" / f"{config}.yaml")
     given["use_sim_time"] = value["use_sim_time"].lower() in ("true", "1", "yes")
     return [Node(
         package="spirula_ros", executable="train_node", name="spirula", namespace=value["namespace"], output="screen",
-        parameters=[*([value["config"]] if value["config"] else []), given],
+        parameters=[*([config] if config else []), given],
         arguments=["--ros-args", "--log-level", f"spirula:={value['log_level']}"],
         sigterm_timeout="30", sigkill_timeout="30",  # a large map takes a while to save
         on_exit=Shutdown(reason="train_node ended"))]

@@ -11,6 +11,9 @@ from .config import GateConfig, TrainConfig
 from .native import View, view
 
 
+GATE_POSES = 2000  # keyframes that a new frame is compared with
+
+
 class Gate:
     """Accepts a frame that shows something new and is sharp. Owned by the thread that submits frames."""
 
@@ -30,7 +33,7 @@ class Gate:
             return "not_keyframe"
         if sharpness < config.min_sharpness * float(np.median(self._sharpness)):
             return "blurred"
-        self._poses = np.concatenate([self._poses, frame.T_world_cam[None]])
+        self._poses = np.concatenate([self._poses[1 - GATE_POSES:], frame.T_world_cam[None]])
         self._last_stamp_ns = frame.stamp_ns
         return None
 
@@ -51,6 +54,11 @@ class Keyframe:
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
 
+    @property
+    def bytes(self) -> int:
+        """Host memory of its images."""
+        return self.frame.rgb.nbytes + (0 if self.frame.depth_m is None else self.frame.depth_m.nbytes)
+
     def view(self, sh_degree: int) -> View:
         if self._view is None or self._view.sh_degree != sh_degree:
             self._view = view(self.frame.camera, self.frame.T_cam_world, sh_degree, blur_px2=self.blur_px2)
@@ -65,6 +73,7 @@ class Keyframes:
 
     def __init__(self, seed: int):
         self._all: list[Keyframe] = []
+        self.bytes = 0   # host memory of the images
         self._rng = np.random.default_rng(seed)
 
     def __len__(self) -> int:
@@ -73,10 +82,16 @@ class Keyframes:
     def __iter__(self):
         return iter(self._all)
 
-    def add(self, keyframe: Keyframe, limit: int) -> None:
+    @property
+    def newest(self) -> Keyframe:
+        return self._all[-1]
+
+    def add(self, keyframe: Keyframe, config: TrainConfig) -> None:
+        """Keeps within max_keyframes and keyframes_mb."""
         self._all.append(keyframe)
-        if len(self._all) > limit:
-            del self._all[self._most_redundant()]
+        self.bytes += keyframe.bytes
+        while len(self._all) > 2 and (len(self._all) > config.max_keyframes or self.bytes > config.keyframes_mb << 20):
+            self.bytes -= self._all.pop(self._most_redundant()).bytes
 
     def _most_redundant(self) -> int:
         """The keyframe whose neighbours in time are nearest to each other; the newest one stays."""

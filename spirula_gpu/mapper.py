@@ -6,18 +6,18 @@ import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from .camera import Camera, Frame
 from .config import Config
+from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
-from .metrics import psnr, ssim
-from .native import Engine, view
-from .report import FrameLedger, Latest, MeshChunk, Snapshot, Status, VramReport
+from .native import Engine, NativeError
+from .output import MESH_FRAMES, HeldOut, MeshError, Output
+from .report import FrameLedger, Latest, Snapshot, Status, VramReport
 from .trainer import Trainer
 
 
@@ -29,42 +29,12 @@ class Wants:
     render_period_s: float = 0.5
 
 
-class HeldOut(NamedTuple):
-    frame: Frame
-    rgb: np.ndarray   # [H,W,3] uint8, rendered
-    psnr: float       # dB
-    ssim: float
-
-
-class Inbox:
-    """Frames on their way to the worker: bounded, the oldest is dropped. Owns its lock."""
-
-    def __init__(self, ledger: FrameLedger):
-        self._lock, self._frames, self._ledger = threading.Lock(), deque(), ledger
-        self.arrived = threading.Event()
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._frames)
-
-    def put(self, frame: Frame, limit: int) -> None:
-        with self._lock:
-            self._frames.append((time.monotonic(), frame))
-            while len(self._frames) > limit:
-                self._frames.popleft()
-                self._ledger.dropped("inbox_full")
-        self.arrived.set()
-
-    def take(self) -> tuple[float, Frame] | None:
-        """(arrival time, frame), or None."""
-        with self._lock:
-            self.arrived.clear()
-            return self._frames.popleft() if self._frames else None
-
-    def drop_all(self, reason: str) -> None:
-        with self._lock:
-            self._ledger.dropped(reason, len(self._frames))
-            self._frames.clear()
+def settle(future: Future, outcome) -> None:
+    """Answer a future, whose holder may have cancelled it and which may have been answered already."""
+    try:
+        future.set_exception(outcome) if isinstance(outcome, BaseException) else future.set_result(outcome)
+    except InvalidStateError:
+        pass
 
 
 class Mapper:
@@ -79,11 +49,12 @@ class Mapper:
         self.latest = Latest()
         self.wants = Wants()
         self._inbox = Inbox(self.ledger)
-        self._gate = Gate()
+        self._gate, self._gated_map = Gate(), 0   # T0's: the gate, and the map it was last cleared for
+        self._map_number = 0                      # T1's: counts resets
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._status, self._vram = Latest(), Latest()
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping, self._revision = False, 0
         self._begin_map()
 
     # ---- T0 -------------------------------------------------------------------------------------------------------
@@ -92,22 +63,29 @@ class Mapper:
         status = self._status.get()
         if status.state in ("error", "paused"):
             return self.ledger.dropped(status.state)
+        if self._gated_map != self._map_number:
+            self._gate.clear()
+            self._gated_map = self._map_number
         reason = None if frame.held_out else self._gate.refuses(frame, self.config.gate)
         if reason:
             return self.ledger.dropped(reason)
         self._inbox.put(frame, self.config.gate.inbox_frames)
+        if self._status.get().state == "error":   # it failed meanwhile
+            self._inbox.drop_all("error")
 
     def command(self, name: str, *args) -> Future:
         """Queue a command for T1 (inline mode: run it now): save_map(path), mesh(path), reset(), pause(bool),
         view(T_world_cam|None, camera|None), configure(Config), evaluate(), refine(seconds)."""
         future: Future = Future()
         if name not in ("save_map", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine"):
-            future.set_exception(ValueError(f"unknown command '{name}'"))
+            settle(future, ValueError(f"unknown command '{name}'"))
         elif self._thread is None:
             self._run_command(name, args, future)
         else:
             self._commands.put((name, args, future))
-            self._inbox.arrived.set()
+            self._inbox.wake.set()
+            if self._thread is None or self._status.get().state == "error":   # it stopped meanwhile
+                self._refuse_commands()
         return future
 
     def status(self) -> Status:
@@ -123,16 +101,30 @@ class Mapper:
     def stop(self) -> None:
         """Ends the worker; afterwards the caller may work inline (evaluate, save_map, ...)."""
         self._stopping = True
-        self._inbox.arrived.set()
+        self._inbox.wake.set()
         if self._thread:
             self._thread.join()
             self._thread = None
         self._inbox.drop_all("shutdown")
-        while not self._commands.empty():
-            self._commands.get()[2].set_exception(RuntimeError("the mapper has stopped"))
+        self._refuse_commands()
         if self._status.get().state != "error":
             self._state = "stopped"
             self._tell()
+
+    def _refuse_commands(self) -> None:
+        """Nobody will run what is still queued: say so to those who wait."""
+        why = RuntimeError(f"the mapper has stopped{': ' + self._error if self._error else ''}")
+        self._end_refining(why)
+        while True:
+            try:
+                settle(self._commands.get_nowait()[2], why)
+            except queue.Empty:
+                return
+
+    def _end_refining(self, why: Exception) -> None:
+        for _, future in self._refining:
+            settle(future, why)
+        self._refining.clear()
 
     def close(self) -> None:
         self.stop()
@@ -144,14 +136,13 @@ class Mapper:
         self._engine = Engine(e.backend, sh_degree=e.sh_degree, max_gaussians=e.max_gaussians, budget_bytes=e.vram_budget_mb << 20,
                               threads=e.threads, device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug)
         self.backend = self._engine.backend
-        self._trainer = Trainer(self._engine, self.config)
+        self._trainer, self._output = Trainer(self._engine, self.config), Output(self._engine, self.config)
         self._keyframes = Keyframes(e.seed)
         self._held_out: list[Frame] = []
-        self._measured: dict[int, tuple[float, float]] = {}
-        self._view: tuple | None = None
-        self._mesher, self._meshed = None, set()
-        self._due, self._revision, self._next_id = 0, 0, 0
+        self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
+        self._due = self._next_id = self._evaluated = 0
         self._refining: list[tuple[float, Future]] = []
+        self._problem, self._can_mesh = "", True
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
         self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0)
@@ -161,12 +152,13 @@ class Mapper:
         try:
             while not self._stopping:
                 if not self.tick():
-                    self._inbox.arrived.wait(0.05)
+                    self._inbox.wake.wait(0.05)
         except Exception as e:  # a worker that dies must be seen everywhere
             self._state, self._error = "error", f"{type(e).__name__}: {e}"
             traceback.print_exc()
-            self._tell()
+            self._tell_status()
             self._inbox.drop_all("error")
+            self._refuse_commands()
 
     def tick(self) -> bool:
         """One unit of work: commands, one frame, a few steps, housekeeping, a snapshot. False: nothing was to do."""
@@ -198,7 +190,7 @@ class Mapper:
             self._run_command(*self._commands.get())
             ran = True
         while self._refining and time.monotonic() >= self._refining[0][0]:
-            self._refining.pop(0)[1].set_result(None)
+            settle(self._refining.pop(0)[1], None)
         return ran
 
     def _run_command(self, name: str, args: tuple, future: Future) -> None:
@@ -206,12 +198,12 @@ class Mapper:
             if name == "refine":
                 if self._thread is None:
                     self.train(seconds=args[0])
-                    return future.set_result(None)
+                    return settle(future, None)
                 self._refining.append((time.monotonic() + args[0], future))
                 return self._refining.sort(key=lambda r: r[0])
-            future.set_result(getattr(self, f"_do_{name}")(*args))
+            settle(future, getattr(self, f"_do_{name}")(*args))
         except Exception as e:  # the caller gets it; the map is still good
-            future.set_exception(e)
+            settle(future, e)
 
     def _take_frame(self) -> bool:
         item = self._inbox.take() if self._state != "paused" else None
@@ -219,25 +211,35 @@ class Mapper:
             return False
         arrival, frame = item
         self._state = "running"
-        if frame.held_out:
-            self._held_out = [*self._held_out, frame][-self.config.eval.max_held_out:]
-        else:
-            keyframe = Keyframe(self._next_id, frame, self.config.train.blur_px2)
-            self._next_id += 1
-            self._trainer.insert(keyframe)
-            self._keyframes.add(keyframe, self.config.train.max_keyframes)
-            self._latency_ms = 1e3 * (time.monotonic() - arrival)
+        try:
+            self._add(frame)
+        except Exception:
+            self.ledger.dropped("error")
+            raise
+        self._latency_ms = 1e3 * (time.monotonic() - arrival)
         self._due += self.config.train.steps_per_frame
         self.ledger.used()
         self._tell()
         return True
 
+    def _add(self, frame: Frame) -> None:
+        if frame.held_out:
+            self._held_out.append(replace(frame, depth_m=None))
+            while len(self._held_out) > self.config.eval.max_held_out:
+                self._output.forget(self._held_out.pop(0))
+            return
+        keyframe = Keyframe(self._next_id, frame, self.config.train.blur_px2)
+        self._next_id += 1
+        self._trainer.insert(keyframe)
+        self._keyframes.add(keyframe, self.config.train)
+
     def _train(self) -> bool:
         if self._state == "paused" or not self._keyframes:
             self._due = 0
             return False
-        idle = self._thread is not None and not len(self._inbox)
-        n = min(self._due, self.STEPS_PER_TICK) if self._due > 0 else self.STEPS_PER_TICK if idle else 0
+        behind, idle = self._thread is not None and len(self._inbox) > 0, self._thread is not None and not len(self._inbox)
+        most = 1 if behind else self.STEPS_PER_TICK  # a frame that waits comes first: dropping it loses more than a few steps
+        n = min(self._due, most) if self._due > 0 else most if idle else 0
         self._steps(n)
         self._due -= min(n, self._due)
         return n > 0
@@ -250,22 +252,33 @@ class Mapper:
 
     # ---- what goes out ---------------------------------------------------------------------------------------------
     def _publish(self) -> bool:
+        """What listeners want. That it cannot be made is no reason to stop mapping; `hint` says why."""
+        try:
+            return self._publish_due()
+        except NativeError as e:
+            if e.kind not in ("capacity", "memory"):
+                raise
+            self._problem = str(e)
+        except MeshError as e:
+            self._problem, self._can_mesh = str(e), False
+        return False
+
+    def _publish_due(self) -> bool:
         now, e = time.monotonic(), self.config.eval
         if self._thread is not None and e.period_s and self._held_out and self._due_at("evaluate", now, e.period_s):
-            self._measure(self._held_out[self._revision % len(self._held_out)])
-            self._revision += 1
+            self._evaluated += 1
+            self._output.measure(self._held_out[self._evaluated % len(self._held_out)])
         if now - self._last["tell"] > 0.2:
             self._tell()
         if not self._keyframes:
             return False
-        if self.wants.render and self._due_at("render", now, self.wants.render_period_s):
-            mesh = self.wants.mesh and self.config.mesh.period_s and self._due_at("mesh", now, self.config.mesh.period_s)
-            self.latest.set(self._snapshot(self._update_mesh() if mesh else ()))
-            return True
-        if self.wants.mesh and self.config.mesh.period_s and self._due_at("mesh", now, self.config.mesh.period_s):
-            self.latest.set(self._snapshot(self._update_mesh()))
-            return True
-        return False
+        mesh = self.wants.mesh and self._can_mesh and self.config.mesh.period_s > 0 and self._due_at("mesh", now, self.config.mesh.period_s)
+        render = self.wants.render and self._due_at("render", now, self.wants.render_period_s)
+        if mesh:
+            self._output.update_mesh(self._keyframes)
+        if mesh or render:
+            self.latest.set(self._snapshot())
+        return bool(mesh or render)
 
     def _due_at(self, what: str, now: float, period_s: float) -> bool:
         if now - self._last[what] < period_s:
@@ -273,91 +286,64 @@ class Mapper:
         self._last[what] = now
         return True
 
-    def _render(self, camera: Camera, T_cam_world: np.ndarray):
-        """rgb [H,W,3] uint8, depth_m [H,W] (0 where alpha < 0.5), alpha [H,W]."""
-        v = view(camera, T_cam_world, self._engine.sh_degree, blur_px2=self.config.train.blur_px2)
-        rgb, alpha, depth = (x[0] for x in self._engine.render(v))
-        depth_m = np.where(alpha >= 0.5, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
-        return (np.clip(rgb, 0, 1) * 255 + 0.5).astype(np.uint8), depth_m, alpha
-
-    def _snapshot(self, mesh: tuple[MeshChunk, ...]) -> Snapshot:
-        newest = list(self._keyframes)[-1].frame
-        T_world_cam, camera = self._view or (newest.T_world_cam, newest.camera)
-        rgb, depth_m, alpha = self._render(camera, np.linalg.inv(T_world_cam).astype(np.float32))
-        for a in (rgb, depth_m, alpha):
+    def _snapshot(self) -> Snapshot:
+        newest = self._keyframes.newest.frame
+        T_world_cam, camera = self._view[0], self._view[1] or newest.camera
+        T_world_cam = newest.T_world_cam if T_world_cam is None else T_world_cam
+        images = self._output.render(camera, np.linalg.inv(T_world_cam).astype(np.float32))
+        for a in images:
             a.flags.writeable = False
         self._revision += 1
-        return Snapshot(self._revision, newest.stamp_ns, camera, T_world_cam, rgb, depth_m, alpha, self.status(), self.vram(), mesh)
+        return Snapshot(self._revision, newest.stamp_ns, camera, T_world_cam, *images, self.status(), self.vram(), self._output.mesh())
 
     def _tell(self) -> None:
         """Publish status and memory to the other threads."""
+        self._tell_status()
+        self._vram.set(self._engine.vram())
+
+    def _tell_status(self) -> None:
         self._last["tell"] = time.monotonic()
-        known = list(self._measured.values())
-        mean = np.mean(known, axis=0) if known else (float("nan"), float("nan"))
+        heldout_psnr, heldout_ssim = self._output.heldout_means()
         rate = 0.0
         if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
             rate = (self._rate[-1][1] - self._rate[0][1]) / (self._rate[-1][0] - self._rate[0][0])
         self._status.set(Status(
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
-            heldout_psnr=float(mean[0]), heldout_ssim=float(mean[1]), latency_ms=self._latency_ms, last_error=self._error or self._trainer.problem))
-        self._vram.set(self._engine.vram())
-
-    def _measure(self, frame: Frame) -> HeldOut:
-        rgb, _, _ = self._render(frame.camera, frame.T_cam_world)
-        result = HeldOut(frame, rgb, psnr(frame.rgb, rgb), ssim(frame.rgb, rgb))
-        self._measured[frame.stamp_ns] = (result.psnr, result.ssim)
-        return result
+            heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error,
+            hint="; ".join(text for text in (self._trainer.hint, self._problem) if text)))
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame, and 32 training frames for Status.train_psnr."""
-        results = [self._measure(frame) for frame in self._held_out]
-        trained = [psnr(k.frame.rgb, self._render(k.frame.camera, k.frame.T_cam_world)[0]) for k in self._keyframes.spread(32)]
-        self._train_psnr = float(np.mean(trained)) if trained else float("nan")
+        results = [self._output.measure(frame) for frame in self._held_out]
+        self._train_psnr = self._output.train_psnr(self._keyframes.spread(32))
         self._tell()
         return results
 
-    def _update_mesh(self) -> tuple[MeshChunk, ...]:
-        """Fuse the rendered depth of keyframes that were not fused yet; chunks that changed."""
-        from .mesh import TsdfMesher
-        self._mesher = self._mesher or TsdfMesher(self.config.mesh)
-        for k in [k for k in self._keyframes if k.id not in self._meshed][:8]:
-            rgb, depth_m, _ = self._render(k.frame.camera, k.frame.T_cam_world)
-            self._mesher.integrate(depth_m, rgb, k.frame.camera, k.frame.T_world_cam)
-            self._meshed.add(k.id)
-        return self._mesher.changed_chunks()
-
     # ---- commands ----------------------------------------------------------------------------------------------------
     def _do_save_map(self, path: str) -> int:
-        from .ply import write_ply
-        rows = [self._engine.read(f"map.{name}") for name in ("mean", "quat", "log_scale", "logit_opacity", "sh")]
-        write_ply(path, *rows)
-        return len(rows[0])
+        return self._output.save_map(path)
 
     def _do_mesh(self, path: str) -> None:
-        """A fresh TSDF of the rendered depth of up to 300 keyframes."""
-        from .mesh import TsdfMesher
-        mesher = TsdfMesher(self.config.mesh)
-        for k in self._keyframes.spread(300):
-            rgb, depth_m, _ = self._render(k.frame.camera, k.frame.T_cam_world)
-            mesher.integrate(depth_m, rgb, k.frame.camera, k.frame.T_world_cam)
-        mesher.write_ply(path)
+        self._output.write_mesh(path, self._keyframes.spread(MESH_FRAMES))
 
     def _do_reset(self) -> None:
-        self._engine.close()
-        self._inbox.drop_all("reset")
-        self._gate.clear()
+        old, paused = self._engine, self._state == "paused"
+        self._end_refining(RuntimeError("the map was reset"))
         self._begin_map()
+        old.close()
+        self._map_number += 1
+        self._inbox.drop_all("reset")
+        self.latest.set(None)
+        if paused:
+            self._do_pause(True)
 
     def _do_pause(self, paused: bool) -> None:
         self._state = "paused" if paused else "running" if self._keyframes else "waiting"
         self._tell()
 
-    def _do_view(self, T_world_cam=None, camera=None) -> None:
-        newest = list(self._keyframes)[-1].frame if self._keyframes else None
-        if T_world_cam is not None and camera is None and newest is None:
-            raise ValueError("view: no camera is known yet; give one or wait for the first frame")
-        self._view = None if T_world_cam is None else (np.asarray(T_world_cam, float), camera or newest.camera)
+    def _do_view(self, T_world_cam=None, camera: Camera | None = None) -> None:
+        self._view = (None if T_world_cam is None else np.asarray(T_world_cam, float), camera)
 
     def _do_configure(self, config: Config) -> None:
         self.config = self._trainer.config = config

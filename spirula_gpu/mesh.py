@@ -14,15 +14,19 @@ BLOCK_VOXELS, INITIAL_BLOCKS = 16, 1000  # edge of an Open3D block; the grid gro
 MIN_WEIGHT = 0.5                         # one observation weighs 1; a voxel must weigh more than this
 
 
+class MeshError(RuntimeError):
+    """The mesh cannot be made here; the text says the remedy."""
+
+
 class TsdfMesher:
     """Fuses depth images into one truncated signed distance field. Not thread-safe; the owner calls from one thread."""
 
     def __init__(self, config: MeshConfig):
-        """Raises RuntimeError with the remedy when Open3D is not installed."""
+        """Raises MeshError with the remedy when Open3D is not installed."""
         try:
             import open3d
         except ImportError as error:
-            raise RuntimeError(f"the mesh needs Open3D: pip install open3d-cpu (or open3d); import says: {error}") from error
+            raise MeshError(f"the mesh needs Open3D: pip install open3d-cpu (or open3d); import says: {error}") from error
         self._o3d, self._config, self._sent = open3d, config, {}
         self.clear()
 

@@ -311,7 +311,7 @@ class Engine:
         quats, scales, opacities = array(quats, (n, 4), name="quats"), array(scales, (n, 3), name="scales"), array(opacities, (n,), name="opacities")
         sh = array(sh, (n, 3) if np.ndim(sh) == 2 else (n, -1, 3), name="sh")
         degree = -1 if sh.ndim == 2 else round(sh.shape[1] ** 0.5) - 1
-        if degree > 3 or degree >= 0 and (degree + 1) ** 2 != sh.shape[1]:
+        if sh.ndim == 3 and sh.shape[1] not in (1, 4, 9, 16):
             raise NativeError("argument", f"sh has {sh.shape[1]} coefficients: must be 1, 4, 9 or 16")
         arrays = (means, quats, scales, opacities, sh)
         return Gaussians(flags=1 if activated else 0, n=n, sh_degree=degree, means=pointer(means), quats=pointer(quats), log_scales=pointer(scales),
@@ -321,9 +321,12 @@ class Engine:
     @staticmethod
     def _target(v: View, rgb, depth_m, mask):
         size = (v.n_cameras, v.height, v.width)
+        on_gpu = getattr(rgb, "is_cuda", False)
+        if not on_gpu and np.asarray(rgb).dtype != np.uint8:
+            raise NativeError("argument", f"the target's rgb is {np.asarray(rgb).dtype}, must be uint8 0..255")
         rgb = array(rgb, np.shape(rgb), np.uint8, "rgb").reshape(*size, 3)
         depth_m = None if depth_m is None else array(depth_m, np.shape(depth_m), name="depth_m").reshape(size)
-        mask = None if mask is None else array(mask, np.shape(mask), np.uint8, "mask").reshape(size)
+        mask = None if mask is None else array(mask if getattr(mask, "is_cuda", False) else np.asarray(mask) != 0, np.shape(mask), np.uint8, "mask").reshape(size)
         return Target(rgb=pointer(rgb), depth=pointer(depth_m), mask=pointer(mask)), (rgb, depth_m, mask)
 
     def train_step(self, v: View, rgb, hyper: Hyper, depth_m=None, mask=None) -> StepStats:

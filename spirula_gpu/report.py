@@ -29,7 +29,8 @@ class FrameLedger:
     def dropped(self, reason: str, n: int = 1) -> None:
         """`reason` is a short snake_case word, e.g. inbox_full, not_keyframe, blurred, no_pose, bad_depth_size."""
         with self._lock:
-            self._dropped[reason] += n
+            if n:
+                self._dropped[reason] += n
 
     def counts(self) -> "FrameCounts":
         with self._lock:
@@ -89,7 +90,8 @@ class Status:
     frames: FrameCounts = FrameCounts(0, 0, {})
     inbox_frames: int = 0
     latency_ms: float = float("nan")      # newest frame: arrival in the inbox -> part of the map
-    last_error: str = ""
+    hint: str = ""              # what limits the map now, and the remedy
+    last_error: str = ""        # why the mapper has stopped
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Snapshot:
     alpha: np.ndarray           # [H,W] float32
     status: Status
     vram: VramReport
-    mesh: tuple[MeshChunk, ...] = ()   # chunks that changed since the last snapshot with a mesh
+    mesh: tuple[MeshChunk, ...] = ()   # every chunk; one that did not change is the same object as in the snapshot before
 
 
 class Latest:

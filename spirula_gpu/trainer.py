@@ -8,12 +8,13 @@ from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 
 ADAM_EPS = 1e-15
+ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
 
 
 class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
-        self.steps, self.loss, self.problem = 0, float("nan"), ""
+        self.steps, self.loss, self.hint = 0, float("nan"), ""
         self._rng = np.random.default_rng(config.engine.seed + 1)
 
     def step(self, keyframes: Keyframes) -> None:
@@ -22,7 +23,13 @@ class Trainer:
         keyframe = keyframes.choose(t)
         degree = min(self.engine.sh_degree, self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
         frame = keyframe.frame
-        stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m)
+        try:
+            stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m)
+        except NativeError as e:
+            if e.kind != "capacity" or not self._make_room(str(e)):
+                raise
+            self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which has made room now
+            return
         keyframe.trained(stats.loss)
         self.loss = stats.loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * stats.loss
         self.steps += 1
@@ -37,23 +44,32 @@ class Trainer:
                      ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
 
     def insert(self, keyframe: Keyframe) -> int:
-        """New Gaussians from the keyframe's depth; at the limit the weakest make room. Returns how many came."""
-        frame, i = keyframe.frame, self.config.insert
+        """New Gaussians from the keyframe's depth. At the limit the weakest make room, then the new ones come more sparsely;
+        `hint` says so. Returns how many came."""
+        frame, spacing, gain = keyframe.frame, self.config.insert.hole_spacing_px, self.config.insert.detail_gain
         if frame.depth_m is None:
             return 0
-        params = InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=i.detail_gain, min_depth_m=i.min_depth_m,
-                              max_depth_m=i.max_depth_m, hole_spacing_px=i.hole_spacing_px, size=i.size, opacity=i.opacity, owner=keyframe.id,
-                              seed=self.config.engine.seed * 1_000_003 + keyframe.id)
-        for attempt in range(2):
+        self.hint = ""
+        for attempt in range(ROOM_ATTEMPTS):
             try:
-                return self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, params)
+                return self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
             except NativeError as e:
-                if e.kind != "capacity" or not len(self.engine) or not self.config.prune.relocate:
+                if e.kind != "capacity":
                     raise
-                self.problem = str(e)
-                if attempt == 0:
-                    self._make_room(max(len(self.engine) // 20, frame.rgb.shape[0] * frame.rgb.shape[1] // 16))
+                refusal = e
+            if attempt == 0:
+                self._make_room(str(refusal))
+            else:
+                spacing, gain = 1.5 * spacing, gain / 2
+        if not len(self.engine):
+            raise refusal  # not even a coarse first frame fits: nothing will ever be mapped
         return 0
+
+    def _insertion(self, owner: int, hole_spacing_px: float, detail_gain: float) -> InsertParams:
+        i = self.config.insert
+        return InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=detail_gain, min_depth_m=i.min_depth_m,
+                            max_depth_m=i.max_depth_m, hole_spacing_px=hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
+                            seed=self.config.engine.seed * 1_000_003 + owner)
 
     def prune(self) -> None:
         """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""
@@ -62,24 +78,32 @@ class Trainer:
         p = self.config.prune
         opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity")))
         scale = self.engine.read("map.log_scale").max(axis=1)
-        bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(p.max_scale_m)) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
-        full = len(self.engine) > 0.95 * self.config.engine.max_gaussians
-        if p.relocate and full and bad.any():
-            self._relocate(np.flatnonzero(bad), ~bad)
-        elif bad.any():
+        bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(max(p.max_scale_m, 1e-30))) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
+        full = bool(self.hint) or len(self.engine) > 0.95 * self.config.engine.max_gaussians
+        if bad.any() and not (p.relocate and full and self._relocate(np.flatnonzero(bad), ~bad)):
             self.engine.keep(~bad)
 
-    def _relocate(self, dst: np.ndarray, alive: np.ndarray) -> None:
+    def _relocate(self, dst: np.ndarray, alive: np.ndarray) -> bool:
+        """False: no error is known yet that would say where to."""
         error = np.where(alive, np.nan_to_num(self.engine.read("stat.error")), 0)
-        if (error > 0).sum() == 0:
-            return
+        if not error.sum() > 0:
+            return False
         src = self._rng.choice(len(error), size=len(dst), p=error / error.sum())
         self.engine.relocate(dst, src, self.config.prune.min_opacity)
+        return True
 
-    def _make_room(self, n: int) -> None:
-        """Remove the n Gaussians that have contributed least to any view; new ones, not yet seen, stay."""
+    def _make_room(self, why: str) -> bool:
+        """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others.
+        False: there is nothing to remove."""
+        self.hint = why
+        n = len(self.engine)
+        if not (self.config.prune.relocate and n):
+            return False
         weight = self.engine.read("stat.weight")
         weight[self.engine.read("adam.steps") < 20] = np.inf
-        keep = np.ones(len(weight), bool)
-        keep[np.argsort(weight, kind="stable")[:n]] = False
+        known = int(np.isfinite(weight).sum())
+        weakest = np.argsort(weight, kind="stable")[:min(n // 20 + 1, known)] if known else np.arange(0, n, 20)
+        keep = np.ones(n, bool)
+        keep[weakest] = False
         self.engine.keep(keep)
+        return True

@@ -22,7 +22,7 @@ RGBD_EXAMPLES = """examples:
 REPLAY_EXAMPLES = """examples:
   spirula replay room --lossless --holdout 8 --out out
   spirula replay drive --rate 0.5 --image-topic /front/image_raw --depth-topic /front/depth
-  spirula replay room --config redkitchen --set train.steps_per_frame=40 --refine-seconds 30
+  spirula replay room --config my.yaml --set train.steps_per_frame=40 --refine-seconds 30
 """
 TOPIC_KINDS = ("image", "compressed", "depth", "info", "pose", "odom", "tf", "tf_static")
 

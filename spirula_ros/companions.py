@@ -36,11 +36,12 @@ class Lens:
     def message(self, msg: Any) -> None:
         """Raises BadMessage."""
         if (key := info_key(msg)) != self._key:
-            self._key = key
+            self._key = self._lens = None  # the last lens is not that of this camera, whatever comes now
             try:
                 self._lens = rectifier_from_info(msg)
             except BadMessage as error:
                 self._lens = error
+            self._key = key
         if isinstance(self._lens, BadMessage):
             raise self._lens
 

@@ -75,7 +75,12 @@ def image_to_rgb(msg: Any) -> np.ndarray:
     if encoding is None:
         raise BadMessage("unknown_encoding", f"image encoding '{msg.encoding}' is not supported; use one of "
                                              f"{', '.join(_ENCODINGS)} (image_proc or the camera driver can convert)")
-    return np.ascontiguousarray(encoding.to_rgb(_pixels(msg, encoding.dtype, encoding.channels)))
+    pixels = _pixels(msg, encoding.dtype, encoding.channels)
+    try:
+        return np.ascontiguousarray(encoding.to_rgb(pixels))
+    except cv2.error as error:
+        raise BadMessage("bad_image_size", f"image of {msg.width}x{msg.height} '{msg.encoding}' cannot be converted (4:2:2 needs an even width): "
+                                           f"{error.err or error}; have the driver send another size or encoding") from None
 
 
 def _pixels(msg: Any, dtype: type, channels: int) -> np.ndarray:
@@ -137,6 +142,9 @@ def depth_to_m(msg: Any, unit_m: float = 0.001) -> np.ndarray:
 _POLYNOMIAL = ("", "none", "pinhole", "plumb_bob", "rational_polynomial", "brown_conrady", "inverse_brown_conrady", "modified_brown_conrady")
 
 
+MAX_ZOOM = 4  # between the focal lengths of the raw and the rectified image; 116 degrees with k1 = -0.45 need 2.9
+
+
 def camera_from_info(msg: Any) -> Camera:
     """The pinhole camera of K (the RAW image), binning and region of interest applied, and 0.5 added to cx, cy (the
     engine counts from the corner of the first pixel, ROS from its centre). Raises BadMessage: uncalibrated."""
@@ -158,7 +166,8 @@ class Rectifier:
     borders. Without distortion both are the same and nothing is copied. Maps are made once, here."""
 
     def __init__(self, raw: Camera, distortion: np.ndarray):
-        """distortion: [4], [5] or [8] float64, k1 k2 p1 p2 [k3 [k4 k5 k6]] as in OpenCV."""
+        """distortion: [4], [5] or [8] float64, k1 k2 p1 p2 [k3 [k4 k5 k6]] as in OpenCV. Raises BadMessage
+        ('unsupported_distortion') when the focal length would change more than MAX_ZOOM."""
         self.raw = self.camera = raw
         self._maps = None
         if not np.any(distortion):
@@ -166,6 +175,9 @@ class Rectifier:
         size = (raw.width, raw.height)
         K = np.array([[raw.fx, 0, raw.cx - 0.5], [0, raw.fy, raw.cy - 0.5], [0, 0, 1]])
         new_K, _ = cv2.getOptimalNewCameraMatrix(K, distortion, size, 0)  # 0: keep only pixels that were seen
+        if not all(1 / MAX_ZOOM <= new / old <= MAX_ZOOM for new, old in ((new_K[0, 0], raw.fx), (new_K[1, 1], raw.fy))):
+            raise BadMessage("unsupported_distortion", f"CameraInfo has D = {distortion.tolist()}: without distortion fx, fy = {raw.fx:g}, {raw.fy:g} "
+                             f"become {new_K[0, 0]:.4g}, {new_K[1, 1]:.4g}, limit {MAX_ZOOM}x; calibrate again, or take rectified images (image_rect)")
         self.camera = Camera(*size, float(new_K[0, 0]), float(new_K[1, 1]), float(new_K[0, 2]) + 0.5, float(new_K[1, 2]) + 0.5)
         self._maps = cv2.initUndistortRectifyMap(K, distortion, None, new_K, size, cv2.CV_32FC1)
 

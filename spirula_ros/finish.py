@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
+from typing import Callable
 
 from spirula_gpu.mapper import Mapper
+from spirula_gpu.report import Status
 
 from .params import OutputConfig
 from .report import write_report
@@ -12,34 +15,43 @@ CATCH_UP_LIMIT_S = 600.0
 SLICE_S = 0.5  # refinement is asked for in pieces this long, between which the steps are counted
 
 
-def finish(mapper: Mapper, output: OutputConfig, started: float) -> str:
-    """Blocks, so not for the executor's thread. started: time.monotonic() of the first frame. -> one sentence about the
-    outcome. Raises what the mapper's commands raise, InputError if the folder cannot be written, and TimeoutError."""
+def finish(mapper: Mapper, command: Callable[..., Future], output: OutputConfig, started: float) -> str:
+    """Blocks, so not for the executor's thread. command: the mapper's, which must refuse when the mapper has stopped instead
+    of working on this thread; started: time.monotonic() of the first frame. -> one sentence about the outcome. Raises what
+    the commands raise, InputError if the folder cannot be written, TimeoutError, and RuntimeError as `waitable` does."""
     wait_until_idle(mapper)
     streamed = time.monotonic()
-    refine(mapper, output.refine_seconds, output.refine_steps)
+    refine(mapper, command, output.refine_seconds, output.refine_steps)
     refined = time.monotonic()
     timing = {"stream_s": round(streamed - started, 3), "refine_s": round(refined - streamed, 3),
               "steps_per_s": round(mapper.status().steps / max(refined - started, 1e-9), 2)}
-    return write_report(output.report_dir, mapper, seconds=round(refined - started, 3), timing=timing, mesh=output.mesh)
+    return write_report(output.report_dir, mapper, ask=lambda *words: command(*words).result(), seconds=round(refined - started, 3), timing=timing, mesh=output.mesh)
 
 
 def wait_until_idle(mapper: Mapper) -> None:
-    """Until every frame is used or dropped. Raises RuntimeError when the mapper has failed, TimeoutError."""
+    """Until every frame is used or dropped. Raises TimeoutError, and RuntimeError as `waitable` does."""
     deadline = time.monotonic() + CATCH_UP_LIMIT_S
     while (pending := mapper.ledger.counts().pending) > 0:
-        status = mapper.status()
-        if status.state == "error":
-            raise RuntimeError(status.last_error)
+        waitable(mapper)
         if time.monotonic() > deadline:
             raise TimeoutError(f"{pending} frames still wait for the mapper after {CATCH_UP_LIMIT_S:.0f} s")
         time.sleep(0.05)
 
 
-def refine(mapper: Mapper, seconds: float, steps: int) -> None:
-    """Training until the first of both limits; 0 = no such limit, both 0 = none at all."""
-    if not (seconds or steps) or not mapper.status().keyframes:
+def refine(mapper: Mapper, command: Callable[..., Future], seconds: float, steps: int) -> None:
+    """Training until the first of both limits; 0 = no such limit, both 0, or no keyframes: none at all.
+    Raises RuntimeError as `waitable` does."""
+    if not (seconds or steps):
         return
     deadline, target = time.monotonic() + (seconds or float("inf")), mapper.status().steps + (steps or float("inf"))
-    while (left := deadline - time.monotonic()) > 0 and mapper.status().steps < target:
-        mapper.command("refine", min(left, SLICE_S)).result()
+    while (left := deadline - time.monotonic()) > 0 and mapper.status().keyframes and waitable(mapper).steps < target:
+        command("refine", min(left, SLICE_S)).result()
+
+
+def waitable(mapper: Mapper) -> Status:
+    """The mapper's status. Raises RuntimeError when waiting for it is in vain: it has failed, was stopped or is paused."""
+    status = mapper.status()
+    if status.state in ("error", "stopped", "paused"):
+        reason = {"error": status.last_error, "paused": "resume it first (~/pause)"}.get(status.state, "")
+        raise RuntimeError(f"the mapper's state is {status.state}" + (f": {reason}" if reason else ""))
+    return status

@@ -54,6 +54,11 @@ class InputState(NamedTuple):
     rate_hz: float         # of the last 30 arrivals; 0: fewer than two
 
 
+def _bad(error: Exception) -> BadMessage:
+    """Anything else than BadMessage is our bug, or an input nobody thought of: counted and shown, and the next message gets its turn."""
+    return error if isinstance(error, BadMessage) else BadMessage("internal_error", f"{type(error).__name__}: {error}")
+
+
 class _Input:
     def __init__(self):
         self.count, self.bad, self.last_stamp_ns, self.arrivals = 0, Counter(), 0, deque(maxlen=30)
@@ -107,8 +112,8 @@ class Intake:
         try:
             self._check_image_stamp(stamp)
             rgb = image_to_rgb(msg)
-        except BadMessage as error:
-            self._refuse("image", error)
+        except Exception as error:
+            self._refuse("image", _bad(error))
             return
         if len(self._waiting) == self.config.queue_frames:
             self._waiting.popleft()
@@ -219,8 +224,8 @@ class Intake:
     def _take(self, kind: str, message: Callable, *args: Any) -> None:
         try:
             message(*args)
-        except BadMessage as error:
-            self._refuse(kind, error)
+        except Exception as error:
+            self._refuse(kind, _bad(error))
 
     def _refuse(self, kind: str, error: BadMessage) -> None:
         """A message cannot be used; if it is an image, that is where it ends."""
@@ -252,12 +257,12 @@ class Intake:
             late = last or self._now_s - image.arrival_s >= self.config.wait_s
             try:
                 frame = self._complete(image, late)
-            except BadMessage as error:
+            except Exception as error:
                 if isinstance(error, NotYet) and not late:
                     self.waiting_for = error.text
                     return
                 self._waiting.popleft()
-                self._drop(error)
+                self._drop(_bad(error))
             else:
                 self._waiting.popleft()
                 self._emit(frame)

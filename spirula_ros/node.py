@@ -51,7 +51,9 @@ class TrainNode(Node):
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera = "", None
         self._first_at, self._used_at, self._explained_at = None, time.monotonic(), 0.0
-        self._background = concurrent.futures.ThreadPoolExecutor(1, "finish")
+        self._images_at_finish = -1
+        self._background, self._ending = concurrent.futures.ThreadPoolExecutor(1, "finish"), False
+        self._command_lock = threading.Lock()
         self._subscribe()
         self._serve()
         self.add_on_set_parameters_callback(self._set_parameters)
@@ -65,8 +67,9 @@ class TrainNode(Node):
         self.inputs = inputs_of(self.ros)
         for source in self.inputs:
             source.topic = self.resolve_topic_name(source.topic)
-            events = SubscriptionEventCallbacks(incompatible_qos=lambda info, s=source: self._incompatible(s, info),
-                                                message_lost=lambda info, s=source: self._lost(s, info))
+            events = SubscriptionEventCallbacks(
+                incompatible_qos=self._safely(f"the QoS of {source.topic}", lambda info, s=source: self._incompatible(s, info)),
+                message_lost=self._safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
             self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events)
 
     def _receiver(self, source: Input):
@@ -117,6 +120,8 @@ class TrainNode(Node):
         self.get_logger().warning(f"{source.topic}: {LOST_HINT}; {source.lost} so far", throttle_duration_sec=10.0)
 
     def _explain_silence(self, now: float) -> None:
+        if self.mapper.ledger.counts().frames_in == self._images_at_finish:
+            self._used_at = now  # the recording is over: silence is no surprise until another image comes
         watch, silent_s = self.ros.watch, now - self._used_at
         if silent_s < watch.silence_s or now < self._explained_at + (watch.repeat_s if self._hint else 0):
             return
@@ -147,12 +152,13 @@ class TrainNode(Node):
 
     async def _answer(self, response, ask, text):
         """Fills success and message of a service response from the concurrent.futures.Future of ask(); text: result -> message."""
-        bridge = rclpy.task.Future(executor=self.executor)
+        executor = self.executor  # held: the answer may come when the node is gone
+        bridge = rclpy.task.Future(executor=executor)
         try:
             if self.failed:
                 raise RuntimeError(self.mapper.status().last_error)
             # the task, not the mapper's thread, sets the bridge: create_task also wakes the executor
-            ask().add_done_callback(lambda done: self.executor.create_task(bridge.set_result, done))
+            ask().add_done_callback(lambda done: executor.create_task(bridge.set_result, done))
             response.message = text((await bridge).result())
             response.success = True
         except Exception as e:
@@ -166,7 +172,7 @@ class TrainNode(Node):
             response.success, response.message = False, "no path: give one in the request, or set the parameter output.map_path"
             return response
         return await self._answer(response, lambda: self.mapper.command("save_map", path),
-                                  lambda _: f"{self.mapper.status().gaussians} Gaussians in {path}")
+                                  lambda written: f"{written} Gaussians in {path}")
 
     async def _reset(self, request, response):
         def done(_):
@@ -183,20 +189,34 @@ class TrainNode(Node):
         if not output.report_dir:
             response.success, response.message = False, "nowhere to write: set the parameter output.report_dir"
             return response
-        self.intake.flush()
-        self._explained_at = float("inf")  # the recording is over: silence is no surprise
-        return await self._answer(response, lambda: self._background.submit(finish, self.mapper, output, self._first_at or time.monotonic()), str)
+
+        def begin():
+            self.intake.flush()
+            self._images_at_finish, self._hint = self.mapper.ledger.counts().frames_in, ""
+            return self._background.submit(finish, self.mapper, self._command, output, self._first_at or time.monotonic())
+        return await self._answer(response, begin, str)
+
+    def _command(self, name: str, *args) -> concurrent.futures.Future:
+        """The mapper's command, for the background thread: once the mapper has stopped it would do the work on that thread."""
+        with self._command_lock:
+            if self._ending:
+                raise RuntimeError("the node is ending")
+            return self.mapper.command(name, *args)
 
     # ---- parameters ----
 
     def _set_parameters(self, parameters) -> SetParametersResult:
+        result = self._safely("a change of parameters", self._change)(parameters)
+        return result or SetParametersResult(successful=False, reason=self.internal_error)
+
+    def _change(self, parameters) -> SetParametersResult:
         try:
-            self.ros, config = check_change(parameters, self.ros, self.config)
-            if config != self.config:
-                self.config = config
-                self.mapper.command("configure", config).add_done_callback(self._configured)
+            ros, config = check_change(parameters, self.ros, self.config)
         except ValueError as e:
             return SetParametersResult(successful=False, reason=str(e))
+        if config != self.config:
+            self.mapper.command("configure", config).add_done_callback(self._configured)
+        self.ros, self.config = ros, config
         return SetParametersResult(successful=True)
 
     def _configured(self, done) -> None:
@@ -218,6 +238,8 @@ class TrainNode(Node):
             except Exception as e:
                 self.get_logger().error(f"the map was not saved to {path}: {type(e).__name__}: {e}")
                 code = 1
+        with self._command_lock:
+            self._ending = True
         self.mapper.stop()
         self._background.shutdown(wait=False, cancel_futures=True)
         self.outputs.publish_status(self._hint, self.internal_error)
@@ -240,11 +262,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     executor = SingleThreadedExecutor()
     executor.add_node(node)
-    while not stop.is_set() and not node.failed:
-        executor.spin_once(timeout_sec=0.1)
-    code = node.close()
-    executor.shutdown(timeout_sec=1)
-    rclpy.try_shutdown()
+    try:
+        while not stop.is_set() and not node.failed:
+            executor.spin_once(timeout_sec=0.1)
+    finally:  # whatever ended it: the map is saved
+        try:
+            code = node.close()
+        finally:
+            executor.shutdown(timeout_sec=1)
+            rclpy.try_shutdown()
     return code
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from typing import Iterable
 
 from rclpy._rclpy_pybind11 import RCLError
 from rclpy.node import Node
@@ -10,6 +11,7 @@ from sensor_msgs.msg import CameraInfo, Image
 from visualization_msgs.msg import MarkerArray
 
 from spirula_gpu.mapper import Mapper
+from spirula_gpu.report import MeshChunk
 
 from .markers import MeshMarkers
 from .msg import MapStatus, VramReport
@@ -50,16 +52,15 @@ class Outputs:
         if self._is_due("vram", config.vram_hz, now):
             self._send(self.vram, vram_msg(self._mapper.vram(), header(self._now_ns(), self._node.intake.map_frame), config.vram_buffers))
         snapshot = self._mapper.latest.get()
-        if snapshot is None:
-            return
-        if snapshot.revision != self._revision and self._is_due("render", config.render_hz, now):
+        if snapshot is not None and snapshot.revision != self._revision and self._is_due("render", config.render_hz, now):
             self._revision = snapshot.revision
             self._publish_render(snapshot)
-        self._publish_mesh(snapshot, config, now)
+        self._publish_mesh(() if snapshot is None else snapshot.mesh, config, now)  # without a map listeners still have to drop the last one
 
     def publish_status(self, hint: str, internal_error: str) -> None:
         status = self._mapper.status()
         text = "; ".join(line for line in (status.last_error, internal_error) if line)
+        hint = "; ".join(line for line in (hint, status.hint) if line)
         msg = status_msg(status, header(self._now_ns(), self._node.intake.map_frame), hint, self.stamp_delay_ms + status.latency_ms)
         msg.last_error = text
         self._send(self.status, msg)
@@ -73,8 +74,8 @@ class Outputs:
         if self.info.get_subscription_count():
             self._send(self.info, camera_info_msg(snapshot.camera, head))
 
-    def _publish_mesh(self, snapshot, config: PublishConfig, now: float) -> None:
-        self.mesh.update(snapshot.mesh)
+    def _publish_mesh(self, chunks: Iterable[MeshChunk], config: PublishConfig, now: float) -> None:
+        self.mesh.update(chunks)
         listeners = self.mesh_listeners()
         if listeners > self._mesh_count:  # the history behind a latched topic is too short for a whole mesh
             self.mesh.resend()

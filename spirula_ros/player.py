@@ -26,7 +26,7 @@ from .replay import Progress, StopRequest, intake_config_for
 from .report import prepare_folder
 
 IMAGE_KINDS = ("image", "compressed")
-DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S = 60.0, 30.0
+DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
 COMPANION_GRACE_S = 0.3  # an image that waits in the node so long waits for a message that comes later in the recording
 
 
@@ -125,7 +125,8 @@ class Link:
         from .outputs import latched
         self._node, self._steps_per_frame = node, parameters["train.steps_per_frame"]
         self.images_sent, self._used, self._steps_due = 0, 0, 0
-        self._status, self._vram = None, VramReport()
+        self._status, self._vram, self._heard_at = None, VramReport(), time.monotonic()
+        self._silence_limit_s = SILENCE_LIMIT_S + 1 / parameters["publish.status_hz"]
         self._context = rclpy.Context()
         rclpy.init(context=self._context)
         self._ros = rclpy.create_node("spirula_player", context=self._context)
@@ -133,16 +134,21 @@ class Link:
         self._executor.add_node(self._ros)
         self._publishers = {topic: self._ros.create_publisher(message_class(bag.topics[topic].type), topic, qos_of(kind))
                             for topic, kind in topics.chosen().items() if kind not in ("pose", "odom") or kind == parameters["intake.pose_source"]}
-        self._ros.create_subscription(MapStatus, "spirula/status", lambda msg: setattr(self, "_status", msg), latched(1))
+        self._ros.create_subscription(MapStatus, "spirula/status", self._hear, latched(1))
         self._ros.create_subscription(VramReport, "spirula/vram", lambda msg: setattr(self, "_vram", msg), latched(1))
         self._finish = self._ros.create_client(Trigger, "spirula/finish")
 
+    def _hear(self, status: Any) -> None:
+        self._status, self._heard_at = status, time.monotonic()
+
     def spin(self, seconds: float) -> None:
-        """Handles what arrives, for at most so long. Raises NodeError when the node has ended or failed."""
+        """Handles what arrives, for at most so long. Raises NodeError when the node has ended, failed or fallen silent."""
         self._node.check()
         self._executor.spin_once(timeout_sec=seconds)
         if self._status is not None and self._status.state == "error":
             raise NodeError(f"the mapper failed: {self._status.last_error}\n{self._node.tail()}")
+        if time.monotonic() > self._heard_at + self._silence_limit_s:
+            raise NodeError(f"no status from the node for {self._silence_limit_s:.0f} s; its log ends with:\n{self._node.tail()}")
 
     def until(self, condition: Callable[[], Any], what: str, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
@@ -178,6 +184,8 @@ class Link:
         grace = time.monotonic() + COMPANION_GRACE_S
         while not stop.reason:
             s = self._status
+            if s.state in ("paused", "stopped"):
+                raise NodeError(f"the mapper's state is {s.state}, so that image {self.images_sent} will never be in the map; has somebody called ~/pause?")
             if s.frames_used > self._used:
                 self._used, self._steps_due = s.frames_used, s.steps + self._steps_per_frame if s.keyframes else 0
             waiting = s.inbox_frames or (s.frames_pending and time.monotonic() < grace)

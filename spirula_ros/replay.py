@@ -5,6 +5,7 @@ At a rate: the mapper's own thread, frames at the times they were recorded, drop
 """
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -234,8 +235,9 @@ class Progress:
 
     def figures(self) -> str:
         s = self._mapper.status()
+        measured = "" if math.isnan(s.heldout_psnr) else f"held-out {s.heldout_psnr:.2f} dB, "
         return (f"{s.frames.used}/{s.frames.frames_in} frames, {s.gaussians} Gaussians, {s.steps} steps ({s.steps_per_s:.1f}/s), loss {s.loss:.4f}, "
-                f"held-out {s.heldout_psnr:.2f} dB, {self._mapper.vram().total / 2**20:.0f} MiB")
+                f"{measured}{self._mapper.vram().total / 2**20:.0f} MiB")
 
     def __enter__(self) -> "Progress":
         return self

@@ -1,6 +1,7 @@
 """Every test sees the INSTALLED packages (built messages, native library, launch files), also in subprocesses."""
 import filecmp
 import functools
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -17,6 +18,21 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != CHECKOUT]
 # Read when OpenMP loads, which torch does before the engine in some tests: threads that wait must not take the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("AMENT_PREFIX_PATH", sys.prefix)  # what `source setup.bash` does on a ROS installation
+
+
+def missing(remedy: str) -> None:
+    """Skips; fails where everything has to be there (SPIRULA_REQUIRE_LAUNCH=1, which `make test` sets)."""
+    if os.environ.get("SPIRULA_REQUIRE_LAUNCH") == "1":
+        pytest.fail(remedy, pytrace=False)
+    pytest.skip(remedy, allow_module_level=True)
+
+
+def importorskip(name: str, remedy: str):
+    """The module, or `missing`. pytest's own importorskip would let a broken installation pass as green."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        missing(f"{e}; {remedy}")
 
 
 def installed_package(name: str) -> Path:
@@ -82,8 +98,7 @@ def launch_env() -> dict[str, str]:
     if importlib.util.find_spec("launch_testing"):
         return environment
     if not (TEST_ROS / "python" / "launch_testing").is_dir():
-        remedy = "launch_testing is not there: run `make test`, which fetches it, or source a ROS installation"
-        (pytest.fail if os.environ.get("SPIRULA_REQUIRE_LAUNCH") == "1" else pytest.skip)(remedy)
+        missing("launch_testing is not there: run `make test`, which fetches it, or source a ROS installation")
     environment["PYTHONPATH"] = os.pathsep.join([str(TEST_ROS / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment["PATH"] = os.pathsep.join([str(TEST_ROS / "bin"), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
     return environment

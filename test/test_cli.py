@@ -71,7 +71,7 @@ def test_bad_usage(capsys, argv, message):
     (["--config", "nonesuch"], "no such file, and no installed configuration of that name .*default"),
     (["--set", "train.steps=1"], "unknown parameter 'train.steps'"), (["--set", "steps_per_frame"], "write group.name=value"),
     (["--set", "train.steps_per_frame=many"], "must be int"), (["--set", "engine.sh_degree=7"], r"must lie in \[0, 3\]"),
-    (["--set", "gate.min_rotation_deg=.nan"], "must lie in"), (["--set", "intake.depth=maybe"], r"require \| use_if_there \| ignore"),
+    (["--set", "gate.min_rotation_deg=.nan"], "must lie in"), (["--set", "intake.depth=maybe"], "must be one of require, use_if_there, ignore"),
     (["--depth-topic", "/nope"], "--depth-topic /nope is not in"), (["--out", "/proc/x"], "choose another --out"),
 ])
 def test_bad_input_is_one_message_and_exit_2(capsys, tmp_path, room, options, message):

@@ -101,6 +101,8 @@ def test_refused_images():
     for bad in (m.image(1, W, H, "rgb8", ok[:-1], W * 3), m.image(1, W, H, "rgb8", b"", W * 3), m.image(1, W, H, "rgb8", ok, W * 3 - 1),
                 m.image(1, W, H, "rgb8", ok, 0), m.image(1, 0, H, "rgb8", ok, W * 3), m.image(1, W, 10**9, "rgb8", ok, W * 3)):
         assert reason(convert.image_to_rgb, bad) == "bad_image_size"
+    for encoding in ("yuv422", "uyvy", "yuv422_yuy2", "yuyv"):  # two pixels share a colour
+        assert reason(convert.image_to_rgb, m.image(1, 7, H, encoding, bytes(14 * H))) == "bad_image_size", encoding
     unpadded_last_row, step = padded(RGB, 5)
     np.testing.assert_array_equal(convert.image_to_rgb(m.image(1, W, H, "rgb8", unpadded_last_row[:-5], step)), RGB)
 
@@ -170,6 +172,10 @@ def test_refused_infos():
     assert reason(convert.rectifier_from_info, m.info(1, 640, 480, d=[np.nan] * 5)) == "uncalibrated"
     for model, d in (("equidistant", [0] * 4), ("equidistant", [0.1, 0, 0, 0]), ("plumb_bob", [0.1] * 7), ("double_sphere", [0.1]), ("none", [0.1] * 5)):
         assert reason(convert.rectifier_from_info, m.info(1, 640, 480, d=d, model=model)) == "unsupported_distortion"
+    for d in ([0, 0, 5, 5, 0], [1000, 0, 0, 0, 0], [0, 0, 0, 0, 1e300], [0, 0, 1e6, 0, 0]):  # fx becomes negative, 1190 times K's, ..
+        assert reason(convert.rectifier_from_info, m.info(1, 320, 240, d=d)) == "unsupported_distortion", d
+    with pytest.raises(BadMessage, match=r"\[1000.0, .* 100, 100 become 3.*e\+05.*limit 4x.*image_rect"):
+        convert.rectifier_from_info(m.info(1, 320, 240, d=[1000, 0, 0, 0, 0]))
     for model, d in (("plumb_bob", [0] * 5), ("", []), ("rational_polynomial", [0] * 8), ("inverse_brown_conrady", [0] * 5)):
         assert convert.rectifier_from_info(m.info(1, 640, 480, d=d, model=model)).camera.fx == 100
 

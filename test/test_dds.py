@@ -8,13 +8,15 @@ import statistics
 import time
 from pathlib import Path
 
+import conftest
 import pytest
 
-rclpy = pytest.importorskip("rclpy", reason="needs a ROS 2 Python (rclpy)")
+rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from rclpy.parameter_client import AsyncParameterClient
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from std_srvs.srv import Trigger
 
 from robot import Robot
 from spirula_ros.dds import fastdds_profile
@@ -110,6 +112,27 @@ def test_sigterm_ends_it_cleanly(tmp_path, ros_domain, monkeypatch):
         assert time.monotonic() < deadline, node.tail()
         time.sleep(0.1)
     assert node.stop(signal.SIGTERM) == 0 and "Traceback" not in node.log.read_text()
+
+
+def test_sigterm_during_finish_ends_it_cleanly(tmp_path, ros_domain, context, monkeypatch):
+    monkeypatch.setenv("ROS_DOMAIN_ID", str(ros_domain))
+    node = NodeProcess(tmp_path, {"output.map_path": str(tmp_path / "map.ply"), "output.report_dir": str(tmp_path / "report"), "output.refine_steps": 10**9})
+    ros, executor, statuses = rclpy.create_node("robot", context=context), SingleThreadedExecutor(context=context), []
+    executor.add_node(ros)
+    ros.create_subscription(MapStatus, "spirula/status", statuses.append, LATCHED)
+    robot, finish = Robot(ros, 160, 120), ros.create_client(Trigger, "spirula/finish")
+    spin_until(executor, lambda: robot.connected() and statuses and finish.service_is_ready(), 60, node)
+    robot.send(0, time.time_ns())
+    spin_until(executor, lambda: statuses[-1].frames_used == 1, 30, node)
+    finish.call_async(Trigger.Request())
+    steps = statuses[-1].steps
+    spin_until(executor, lambda: statuses[-1].steps > steps + 20, 30, node)
+    asked = time.monotonic()
+    assert node.stop(signal.SIGTERM) == 0, "it had to be killed"
+    assert time.monotonic() - asked < 20 and (tmp_path / "map.ply").stat().st_size > 1000
+    assert "Traceback" not in node.log.read_text(), node.tail()
+    executor.shutdown()
+    ros.destroy_node()
 
 
 def test_bad_parameters_are_one_sentence(tmp_path):

@@ -294,6 +294,9 @@ BAD = {  # case -> (feed, reason, what the text must hold: the number, the limit
     "K is NaN": (lambda rig: (rig.info(f=np.nan), without("info")(rig)), "uncalibrated", ["calibrate"]),
     "info of another size": (lambda rig: (rig.info(width=W * 2), without("info")(rig)), "info_size_mismatch", ["8x6", "16x6", "camera_info of this"]),
     "fisheye": (lambda rig: (rig.info(model="equidistant", d=[0.1] * 4), without("info")(rig)), "unsupported_distortion", ["equidistant", "image_rect"]),
+    "distortion beyond reason": (lambda rig: (rig.info(d=[0, 0, 5, 5, 0]), without("info")(rig)), "unsupported_distortion", ["5.0, 5.0", "limit 4x"]),
+    "distortion after a good CameraInfo": (lambda rig: (rig.info(), rig.info(d=[0, 0, 5, 5, 0]), without("info")(rig)), "unsupported_distortion", ["limit 4x"]),
+    "odd width of two-pixel colour": (image_of(encoding="yuyv", size=(7, 6), data=bytes(84)), "bad_image_size", ["7x6", "even width"]),
     "unknown encoding": (image_of(encoding="foo12"), "unknown_encoding", ["foo12", "rgb8"]),
     "cut image": (image_of(data=RGB.tobytes()[:-1], step=W * 3), "bad_image_size", ["143"]),
     "no data": (image_of(data=b"", step=W * 3), "bad_image_size", ["has 0"]),
@@ -366,6 +369,38 @@ def test_an_undecodable_recording():
         rig.intake.refused(kind, bad)
     assert rig.dropped == {"bad_message": 2} and rig.ledger.counts().frames_in == 2
     assert {s.kind: s.bad.get("bad_message") for s in rig.intake.states()} == {"image": 2, "depth": 1, "info": 1, "pose": 2, "tf": 2}
+
+
+KIND_OF = {"image_to_rgb": "image", "rectifier_from_info": "info", "pose_from_msg": "pose"}
+
+
+@pytest.mark.parametrize("place", KIND_OF)
+def test_an_exception_that_nobody_thought_of_is_counted(place, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("eleven")
+    rig = Rig(depth="ignore")
+    rig.all_at(T0)
+    module = "intake" if place == "image_to_rgb" else "companions"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"spirula_ros.{module}.{place}", broken)
+        rig.info(f=50.0)
+        rig.pose(T0 + PERIOD)
+        rig.image(T0 + PERIOD)
+        rig.expire()
+    assert len(rig.frames) == 1 and sum(rig.dropped.values()) == 1, "no frame with the lens or the pose of another"
+    state = next(s for s in rig.intake.states() if s.kind == KIND_OF[place])
+    assert state.bad == {"internal_error": 1}
+    if place == "image_to_rgb":
+        assert rig.dropped == {"internal_error": 1} and "ZeroDivisionError: eleven" in rig.intake.last_problem
+    rig.all_at(T0 + 2 * PERIOD)
+    assert len(rig.frames) == 2
+
+
+def test_an_exception_in_a_transform_is_counted(monkeypatch):
+    rig = Rig(pose_source="tf")
+    monkeypatch.setattr("spirula_ros.companions.pose_from_msg", lambda _: 1 / 0)
+    rig.intake.on("tf", m.tf(m.pose(T0, kind="TransformStamped", child="cam")), 0.0)
+    assert rig.intake.states()[-1].bad == {"internal_error": 1}
 
 
 def test_queue_full_drops_the_oldest():

@@ -1,6 +1,7 @@
 """TSDF meshes of analytic depth images, and the bookkeeping of chunks."""
 import sys
 
+import conftest
 import numpy as np
 import pytest
 
@@ -8,8 +9,8 @@ from spirula_gpu.camera import Camera
 from spirula_gpu.config import MeshConfig
 from spirula_gpu.mesh import TsdfMesher, split
 
-pytest.importorskip("open3d")
-plyfile = pytest.importorskip("plyfile")
+conftest.importorskip("open3d", "pip install open3d-cpu")
+plyfile = conftest.importorskip("plyfile", "pip install plyfile")
 
 CONFIG = MeshConfig(voxel_m=0.04, max_depth_m=6.0, chunk_m=1.5)
 CAMERA = Camera(160, 120, 120.0, 120.0, 70.0, 55.0)

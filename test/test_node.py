@@ -1,24 +1,35 @@
-"""TrainNode with real topics and services in one process; the mapper is a double, the frame pairing is the real one."""
+"""TrainNode with real topics and services in one process; the mapper is a double unless a test says otherwise, the frame pairing is the real one."""
+import array
 import math
+import os
+import subprocess
+import sys
+import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
+import conftest
+import cv2
 import numpy as np
 import pytest
 
-rclpy = pytest.importorskip("rclpy", reason="needs a ROS 2 Python (rclpy)")
-pytest.importorskip("spirula_ros.msg", reason="needs the built messages: make develop")
-from geometry_msgs.msg import PoseStamped
+rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
+conftest.importorskip("spirula_ros.msg", "build the messages: make develop")
+from geometry_msgs.msg import PoseStamped, TransformStamped
+from nav_msgs.msg import Odometry
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from rclpy.parameter_client import AsyncParameterClient
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from sensor_msgs.msg import CameraInfo, Image
+from sensor_msgs.msg import CameraInfo, CompressedImage, Image
 from std_msgs.msg import String
 from std_srvs.srv import SetBool, Trigger
 from visualization_msgs.msg import Marker, MarkerArray
 
-from fake_mapper import FakeMapper
+from fake_mapper import WRITTEN, FakeMapper
 from spirula_gpu.camera import Camera
+from spirula_gpu.mapper import Mapper
 from spirula_ros.msg import MapStatus, VramReport
 from spirula_ros.node import TrainNode
 from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
@@ -33,19 +44,20 @@ class Rig:
     """A TrainNode, a robot that publishes to it, and one executor for both. Each rig has its own namespace."""
     count, domain = 0, 0
 
-    def __init__(self, **parameters):
+    def __init__(self, make_mapper=FakeMapper, **parameters):
         Rig.count += 1
         self.namespace = f"/rig{Rig.count}"
         overrides = [Parameter(name, value=value) for name, value in {"publish.status_hz": 50.0, "publish.vram_hz": 50.0, **parameters}.items()]
-        self.node = TrainNode(FakeMapper, namespace=self.namespace, parameter_overrides=overrides)
+        self.node = TrainNode(make_mapper, namespace=self.namespace, parameter_overrides=overrides)
         self.mapper = self.node.mapper
         self.robot = rclpy.create_node("robot", namespace=self.namespace)
         self.executor = SingleThreadedExecutor()
         self.executor.add_node(self.node)
         self.executor.add_node(self.robot)
         self.sent = 0
+        wants_pose = parameters.get("intake.pose_source", "pose") == "pose"
         self.image, self.depth, self.info, self.pose = (self.robot.create_publisher(kind, name, BEST_EFFORT) for kind, name in (
-            (Image, "image"), (Image, "depth"), (CameraInfo, "camera_info"), (PoseStamped, "pose")))
+            (Image, "image"), (Image, "depth"), (CameraInfo, "camera_info"), (PoseStamped, "pose" if wants_pose else "unused")))
 
     def until(self, condition, seconds=5.0):
         deadline = time.monotonic() + seconds
@@ -69,17 +81,17 @@ class Rig:
         self.until(lambda: all(p.get_subscription_count() for p in (self.image, self.depth, self.info, self.pose)))
         return self
 
-    def send_frame(self, wrong=None):
-        """One complete frame; wrong: "nan pose" | "short image" | "no pose"."""
+    def send_frame(self, wrong=None, wall_m=2.0, rgb=None):
+        """One complete frame of a wall; wrong: "nan pose" | "short image" | "no pose"."""
         self.sent += 1
         head = header(self.sent * 100_000_000, "camera")
         pose = PoseStamped(header=header(self.sent * 100_000_000, "map"))
         pose.pose.orientation.w, pose.pose.position.x = 1.0, math.nan if wrong == "nan pose" else 0.1 * self.sent
-        image = image_msg(np.full((48, 64, 3), self.sent, np.uint8), head)
+        image = image_msg(np.full((48, 64, 3), self.sent, np.uint8) if rgb is None else rgb, head)
         if wrong == "short image":
             image.data = image.data[:100]
         self.info.publish(camera_info_msg(CAMERA, head))
-        self.depth.publish(depth_msg(np.full((48, 64), 2.0, np.float32), head))
+        self.depth.publish(depth_msg(np.full((48, 64), wall_m, np.float32), head))
         if wrong != "no pose":
             self.pose.publish(pose)
         self.image.publish(image)
@@ -131,6 +143,42 @@ def test_frames_in_and_everything_out(rig):
     assert (mesh[-1].markers[0].action, len(mesh[-1].markers[0].points)) == (Marker.ADD, 3)
 
 
+@pytest.mark.parametrize("rig", [{"intake.pose_source": "odom", "intake.depth": "ignore"}], indirect=True)
+def test_poses_from_odometry(rig):
+    odometry = rig.robot.create_publisher(Odometry, "pose", BEST_EFFORT)
+    rig.until(lambda: rig.image.get_subscription_count() and rig.info.get_subscription_count() and odometry.get_subscription_count())
+    assert not rig.depth.get_subscription_count(), "depth is ignored, so it is not received"
+    msg = Odometry(header=header(100_000_000, "odom"))
+    msg.pose.pose.orientation.w, msg.pose.pose.position.z = 1.0, 7.0
+    odometry.publish(msg)
+    rig.send_frame("no pose")
+    rig.until(lambda: rig.mapper.frames)
+    assert rig.mapper.frames[0].T_world_cam[2, 3] == 7 and rig.mapper.frames[0].depth_m is None
+    assert rig.node.intake.map_frame == "odom"
+
+
+@pytest.mark.parametrize("rig", [{"intake.pose_source": "tf", "intake.depth": "use_if_there", "qos.sensors": "reliable", "topics.image_transport": "compressed"}], indirect=True)
+def test_poses_from_tf_between_two_stamps_and_compressed_images(rig):
+    messages = conftest.importorskip("tf2_msgs.msg", "make test")
+
+    def transform(stamp_ns, parent, child, x):
+        out = TransformStamped(header=header(stamp_ns, parent), child_frame_id=child)
+        out.transform.rotation.w, out.transform.translation.x = 1.0, x
+        return out
+    tf, static = rig.robot.create_publisher(messages.TFMessage, "/tf", 10), rig.robot.create_publisher(messages.TFMessage, "/tf_static", LATCHED)
+    image, info = rig.robot.create_publisher(CompressedImage, "image/compressed", 10), rig.robot.create_publisher(CameraInfo, "camera_info", 10)
+    rig.until(lambda: all(p.get_subscription_count() for p in (tf, static, image, info)))
+    static.publish(messages.TFMessage(transforms=[transform(0, "base", "camera", 10.0)]))
+    head = header(1_050_000_000, "camera")
+    info.publish(camera_info_msg(CAMERA, head))
+    data = array.array("B", cv2.imencode(".png", np.full((48, 64, 3), (10, 20, 30), np.uint8))[1].tobytes())
+    image.publish(CompressedImage(header=head, format="png", data=data))
+    tf.publish(messages.TFMessage(transforms=[transform(1_000_000_000, "map", "base", 0.0)]))
+    tf.publish(messages.TFMessage(transforms=[transform(1_100_000_000, "map", "base", 1.0)]))
+    frame = rig.until(lambda: rig.mapper.frames and rig.mapper.frames[0])
+    assert frame.T_world_cam[0, 3] == pytest.approx(10.5) and tuple(frame.rgb[0, 0]) == (30, 20, 10)
+
+
 def test_only_what_is_heard_is_wanted(rig):
     rig.spin(0.2)
     assert (rig.mapper.wants.render, rig.mapper.wants.mesh) == (False, False)
@@ -175,7 +223,7 @@ def test_save_map_tells_the_real_outcome_while_topics_run(rig, tmp_path):
     rig.until(lambda: rig.mapper.frames)
     assert not saving.done(), "the frame went through while the map was being saved"
     rig.until(saving.done)
-    assert saving.result().success and "1000 Gaussians" in saving.result().message and (tmp_path / "map.ply").exists()
+    assert saving.result().success and f"{WRITTEN} Gaussians" in saving.result().message and (tmp_path / "map.ply").exists()
     refused = rig.call(SaveMap, "save_map", SaveMap.Request(path=str(tmp_path / "no" / "map.ply")))
     assert not refused.success and "No such file" in refused.message
     assert "output.map_path" in rig.call(SaveMap, "save_map", SaveMap.Request()).message
@@ -191,6 +239,85 @@ def test_reset_pause_and_finish(rig):
     assert ("pause", True) in rig.mapper.commands and ("reset",) in rig.mapper.commands
     refused = rig.call(Trigger, "finish", Trigger.Request())
     assert not refused.success and "output.report_dir" in refused.message
+
+
+NOISE = np.kron(np.random.default_rng(0).integers(0, 256, (12, 16, 3)), np.ones((4, 4, 1))).astype(np.uint8)
+REAL = {"engine.backend": "cpu", "engine.threads": 1, "mesh.period_s": 0.1, "publish.render_hz": 20.0, "publish.mesh_hz": 20.0, "gate.min_translation_m": 0.01}
+ENDLESS = {**REAL, "output.report_dir": "report", "output.refine_steps": 10**9}
+
+
+def map_wall(rig, wall_m, frames=4):
+    """Until a wall seen from the side is in the map of a real Mapper."""
+    used = rig.mapper.ledger.counts().used
+    for i in range(frames):
+        rig.send_frame(wall_m=wall_m, rgb=np.roll(NOISE, -6 * i, 1))
+        rig.until(lambda: rig.mapper.ledger.counts().used == used + i + 1, 20)
+
+
+def depths(markers):
+    """z of every corner in MarkerArrays; the cameras look along z from z = 0."""
+    return np.array([p.z for array in markers for marker in array.markers for p in marker.points])
+
+
+def test_after_a_reset_nothing_of_the_old_map_comes_back():
+    rig = Rig(Mapper, **REAL)
+    mesh, render = rig.hear(MarkerArray, "mesh"), rig.hear(Image, "render/image")
+    rig.connected()
+    map_wall(rig, 2.0)
+    rig.until(lambda: depths(mesh).size and render, 20)
+    rig.spin(0.5)
+    assert rig.call(Trigger, "reset", Trigger.Request()).success
+    rig.until(lambda: any(marker.action == Marker.DELETEALL for marker in mesh[-1].markers))
+    mesh.clear()
+    render.clear()
+    late = rig.hear(MarkerArray, "mesh")
+    rig.spin(1.0)
+    assert not depths(mesh + late).size, "a chunk of the old map was sent after the reset"
+    assert not render and rig.mapper.status().gaussians == 0
+    map_wall(rig, 1.0)
+    rig.until(lambda: depths(mesh).size and render, 20)
+    assert depths(mesh).max() < 1.5, "the wall of the old map, at 2 m"
+    assert rig.close() == 0
+
+
+@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "output.report_dir": "report"}], indirect=True)
+def test_after_finish_silence_is_explained_again_once_an_image_comes(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.connected().send_frame()
+    rig.until(lambda: rig.mapper.frames)
+    done = rig.call(Trigger, "finish", Trigger.Request())
+    assert done.success, done.message
+    rig.spin(1.0)
+    assert status[-1].hint == "", "the recording is over"
+    rig.send_frame("no pose")
+    rig.until(lambda: "no usable frame" in status[-1].hint)
+
+
+def test_finish_while_paused_is_refused():
+    rig = Rig(Mapper, **ENDLESS)
+    map_wall(rig.connected(), 2.0, 1)
+    assert rig.call(SetBool, "pause", SetBool.Request(data=True)).success
+    refused = rig.call(Trigger, "finish", Trigger.Request())
+    assert not refused.success and "paused" in refused.message and "~/pause" in refused.message
+    rig.close()
+
+
+def test_closing_during_finish_ends_the_training():
+    rig = Rig(Mapper, **ENDLESS)
+    map_wall(rig.connected(), 2.0, 1)
+    client = rig.robot.create_client(Trigger, "spirula/finish")
+    rig.until(client.service_is_ready)
+    client.call_async(Trigger.Request())
+    finishing = lambda: [t for t in threading.enumerate() if t.name.startswith("finish")]
+    rig.until(finishing)
+    rig.spin(0.7)
+    assert rig.close() == 0
+    steps, deadline = rig.mapper._trainer.steps, time.monotonic() + 5
+    while finishing() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not finishing() and rig.mapper._trainer.steps == steps, "the background thread trains after the end"
+    with pytest.raises(RuntimeError, match="ending"):
+        rig.node._command("refine", 0.1)
 
 
 @pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "watch.repeat_s": 0.3}], indirect=True)
@@ -253,6 +380,48 @@ def test_an_exception_in_a_callback_is_counted_and_shown(rig):
     rig.mapper.submit = submit
     rig.send_frame()
     rig.until(lambda: rig.mapper.frames)
+
+
+def test_exceptions_in_event_callbacks_services_and_parameters_do_not_end_the_node(rig, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("eighteen")
+    rig.connected()
+    monkeypatch.setattr("spirula_ros.node.check_change", broken)
+    subscription = next(s for s in rig.node.subscriptions if s.topic_name.endswith("/depth"))
+    for handler in subscription.event_handlers:  # two are the node's, and None has no total_count
+        handler.callback(None)
+    assert rig.node.internal_errors == 2
+    client = AsyncParameterClient(rig.robot, "spirula")
+    rig.until(client.services_are_ready)
+    future = client.set_parameters([Parameter("train.lr_mean", value=0.001)])
+    rig.until(future.done)
+    assert not future.result().results[0].successful and "eighteen" in future.result().results[0].reason
+    rig.node.intake.flush = broken
+    rig.node.ros = replace(rig.node.ros, output=replace(rig.node.ros.output, report_dir="report"))
+    assert "eighteen" in rig.call(Trigger, "finish", Trigger.Request()).message
+
+
+BROKEN_MAIN = """
+import sys
+from rclpy.parameter import Parameter
+from fake_mapper import FakeMapper
+from spirula_ros import node
+
+class Broken(node.SingleThreadedExecutor):
+    def spin_once(self, **_):
+        raise RuntimeError("nineteen")
+
+node.SingleThreadedExecutor = Broken
+make = node.TrainNode
+node.TrainNode = lambda: make(FakeMapper, parameter_overrides=[Parameter("output.map_path", value="map.ply")])
+sys.exit(node.main([]))
+"""
+
+
+def test_the_map_is_saved_even_when_spinning_fails(ros_domain):
+    done = subprocess.run([sys.executable, "-c", BROKEN_MAIN], env={**os.environ, "ROS_DOMAIN_ID": str(ros_domain), "PYTHONPATH": str(Path(__file__).parent)},
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "nineteen" in done.stderr and Path("map.ply").is_file(), done.stderr
 
 
 def test_live_parameters_reach_the_mapper_and_the_others_are_refused(rig):

@@ -1,8 +1,9 @@
 """Messages that the node publishes, compared with what rclpy makes of them."""
 import numpy as np
+import conftest
 import pytest
 
-pytest.importorskip("rclpy", reason="needs a ROS 2 Python (rclpy)")
+conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
 from geometry_msgs.msg import Point
 from rclpy.serialization import deserialize_message, serialize_message
 from std_msgs.msg import ColorRGBA

@@ -33,14 +33,14 @@ static int find_row(const char* name, int sh_degree) {
 static uint8_t* map_bytes(spl_ctx& c, const char* name, int64_t first, int64_t count, int64_t& bytes) {
   const int r = find_row(name, c.params.sh_degree);
   if (r >= SPL_N_MAP_ROWS) fail(SPL_E_ARGUMENT, "%s is scratch, not part of the map", name);
-  if (first < 0 || count < 0 || first + count > c.n) fail(SPL_E_ARGUMENT, "%s [%lld, %lld) of %lld Gaussians", name, (long long)first, (long long)(first + count), (long long)c.n);
+  if (first < 0 || count < 0 || first > c.n || count > c.n - first) fail(SPL_E_ARGUMENT, "%s: %lld from %lld on, of %lld Gaussians", name, (long long)count, (long long)first, (long long)c.n);
   bytes = count * c.item_bytes(r);
   return c.row<uint8_t>(r) + first * c.item_bytes(r);
 }
 
 static void describe_step(const spl_ctx& c, spl_step& out) {
   out.n_pairs = c.counts[SPL_PAIRS] - 1;
-  out.n_isects = c.counts[SPL_ISECTS];
+  out.n_isects = c.n_isects;
   memcpy(out.ms, c.ms, sizeof c.ms);
 }
 
@@ -224,6 +224,7 @@ int spl_map_append(spl_ctx* ctx, const spl_gaussians* g, int32_t owner) {
 
 int spl_map_read(spl_ctx* ctx, const char* row, int64_t first, int64_t count, void* host) {
   return guarded(ctx, [&](spl_ctx& c) {
+    if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
     int64_t bytes;
     const uint8_t* p = map_bytes(c, row, first, count, bytes);
     get(c, host, p, bytes);
@@ -232,6 +233,7 @@ int spl_map_read(spl_ctx* ctx, const char* row, int64_t first, int64_t count, vo
 
 int spl_map_write(spl_ctx* ctx, const char* row, int64_t first, int64_t count, const void* host) {
   return guarded(ctx, [&](spl_ctx& c) {
+    if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
     int64_t bytes;
     uint8_t* p = map_bytes(c, row, first, count, bytes);
     put(c, p, host, bytes);
@@ -242,11 +244,15 @@ int spl_map_keep(spl_ctx* ctx, const uint8_t* keep, int64_t* n_kept) {
   return guarded(ctx, [&](spl_ctx& c) {
     if (!keep || !n_kept) fail(SPL_E_ARGUMENT, "keep and n_kept must be given");
     *n_kept = c.n = keep_rows(c, keep);
+    trim_map(c);
   });
 }
 
 int spl_map_relocate(spl_ctx* ctx, int64_t n_moves, const int64_t* dst, const int64_t* src, float min_opacity) {
-  return guarded(ctx, [&](spl_ctx& c) { move_rows(c, draws(c, n_moves, dst, src), n_moves, dst, src, min_opacity); });
+  return guarded(ctx, [&](spl_ctx& c) {
+    if (n_moves < 0 || (n_moves && !(dst && src))) fail(SPL_E_ARGUMENT, "%lld moves: dst and src must be given", (long long)n_moves);
+    move_rows(c, draws(c, n_moves, dst, src), n_moves, dst, src, min_opacity);
+  });
 }
 
 int spl_insert(spl_ctx* ctx, const spl_view* view, const spl_target* target, const spl_insert_params* params, int64_t* n_new) {
@@ -289,6 +295,7 @@ int spl_report(spl_ctx* ctx, spl_row* rows, int32_t capacity, int32_t* n_rows) {
 int spl_buffer(spl_ctx* ctx, const char* name, void** ptr, int64_t* bytes) {
   return guarded(ctx, [&](spl_ctx& c) {
     const int r = find_row(name, c.params.sh_degree);
+    if (!ptr || !bytes) fail(SPL_E_ARGUMENT, "ptr and bytes must be given");
     *bytes = c.used_bytes(r);
     *ptr = readable(c, r, *bytes);
   });

@@ -65,6 +65,7 @@ struct Context {  // what a context of either backend owns
   Counts counts{}, capacity{};  // of the newest call; what the arena is laid out for
   int phase = SPL_PHASE_ALWAYS;
   double ms[SPL_N_PHASES] = {};
+  int64_t n_isects = 0;     // of the newest projection
   LossSums sums{};          // of the newest loss
 
   template <class T> T* row(int r) {
@@ -82,8 +83,8 @@ inline int64_t held_bytes(const Context& c) {
   return sum;
 }
 
-// Grows the capacities and lays the arena out again; contents are lost. Capacities only grow; what a call learns on the
-// way (blocks, pairs, intersections) gets headroom, unless the budget is too tight for it. The address range is
+// Grows the capacities and lays the arena out again; contents are lost. Capacities only grow, and what a call learns on
+// the way (blocks, pairs, intersections) gets headroom, unless the budget is too tight for either. The address range is
 // generous, so that growing keeps the arena where it is.
 inline void fit_arena(Context& c, const Counts& need) {
   Counts capacity = c.capacity;
@@ -94,8 +95,10 @@ inline void fit_arena(Context& c, const Counts& need) {
     capacity[k] = headroom ? need[k] + need[k] / 4 + 1024 : need[k];
     grow = true;
   }
-  c.counts = need;
-  if (!grow) return;
+  if (!grow) {
+    c.counts = need;
+    return;
+  }
   const int64_t others = held_bytes(c) - c.arena.committed;
   auto plan_for = [&](const Counts& counts) { return plan_arena(counts, c.params.sh_degree, c.params.arena_alias, c.params.arena_debug); };
   ArenaPlan plan = plan_for(capacity);
@@ -112,6 +115,7 @@ inline void fit_arena(Context& c, const Counts& need) {
   c.arena.commit(plan.total);
   c.plan = plan;
   c.capacity = capacity;
+  c.counts = need;
 }
 
 inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_E_CAPACITY
@@ -120,10 +124,23 @@ inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_
   const int64_t want = std::min(align_up(n, SPL_GROW_GAUSSIANS), c.params.max_gaussians);
   if (want <= c.n_capacity) return;
   int64_t after = c.arena.committed;
-  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) after += Region::rounded(want * c.item_bytes(r));
+  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) after += std::max(Region::rounded(want * c.item_bytes(r)), c.map[r].committed);
   if (after > c.budget())
     fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate",
          (long long)n, (long long)(after >> 20), (long long)(c.budget() >> 20));
+  try {
+    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(want * c.item_bytes(r));
+  } catch (const Failure&) {  // all rows or none
+    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(c.n_capacity * c.item_bytes(r));
+    throw;
+  }
+  c.n_capacity = want;
+}
+
+// Memory that the map no longer needs goes back, so that the arena may have it.
+inline void trim_map(Context& c) {
+  const int64_t want = std::min<int64_t>(align_up(c.n, SPL_GROW_GAUSSIANS), c.params.max_gaussians);
+  if (want >= c.n_capacity) return;
   for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(want * c.item_bytes(r));
   c.n_capacity = want;
 }
@@ -194,7 +211,7 @@ inline const spl_hyper& checked_hyper(const spl_hyper* given) {
   const float rates[] = {h.lr_mean, h.lr_quat, h.lr_log_scale, h.lr_logit_opacity, h.lr_sh0, h.lr_sh_rest, h.ssim_weight, h.depth_weight, h.opacity_reg, h.scale_reg, h.eps, h.lr_mean_final, h.lr_decay_steps};
   for (float r : rates) if (!(r >= 0) || !finite(r)) fail(SPL_E_ARGUMENT, "spl_hyper: a rate or weight is %g, must be >= 0 and finite", r);
   if (!(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1)) fail(SPL_E_ARGUMENT, "beta1 %g, beta2 %g: must lie in [0, 1)", h.beta1, h.beta2);
-  if (h.lr_decay_steps > 0 && !(h.lr_mean > 0 && h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g and lr_mean_final %g must be > 0 to decay", h.lr_mean, h.lr_mean_final);
+  if (h.lr_decay_steps > 0 && h.lr_mean > 0 && !(h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g cannot decay to lr_mean_final %g: it must be > 0", h.lr_mean, h.lr_mean_final);
   if (h.ssim_weight > 1) fail(SPL_E_ARGUMENT, "ssim_weight %g: must lie in [0, 1]", h.ssim_weight);
   return h;
 }

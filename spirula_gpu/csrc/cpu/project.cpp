@@ -109,6 +109,7 @@ void project(spl_ctx& c, const Source& s, const View& v) {
     need[SPL_ISECTS] = std::max<int64_t>(isects, 1);
     if (need[SPL_ISECTS] > c.capacity[SPL_ISECTS]) continue;
     c.counts = need;
+    c.n_isects = isects;
     return;
   }
 }

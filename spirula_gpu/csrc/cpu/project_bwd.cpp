@@ -114,7 +114,7 @@ static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Tot
   const float scale[3] = {t.g.scale.x * g.scale.x, t.g.scale.y * g.scale.y, t.g.scale.z * g.scale.z};
   const float opacity = t.g.opacity * g.opacity * (1 - g.opacity);
   const float age = h.lr_decay_steps > 0 ? fminf(steps / h.lr_decay_steps, 1.0f) : 0.0f;
-  const float lr_mean = age > 0 ? h.lr_mean * powf(h.lr_mean_final / h.lr_mean, age) : h.lr_mean;
+  const float lr_mean = age > 0 && h.lr_mean > 0 ? h.lr_mean * powf(h.lr_mean_final / h.lr_mean, age) : h.lr_mean;
   update(R_MEAN, R_M_MEAN, R_V_MEAN, 3, mean, lr_mean);
   update(R_QUAT, R_M_QUAT, R_V_QUAT, 4, quat, h.lr_quat);
   update(R_LOG_SCALE, R_M_LOG_SCALE, R_V_LOG_SCALE, 3, scale, h.lr_log_scale);

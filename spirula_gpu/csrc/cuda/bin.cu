@@ -120,7 +120,7 @@ static const uint32_t* sort_by_depth(spl_ctx& c, int64_t nnz) {
 
 void bin(spl_ctx& c, const View& v) {
   begin_phase(c, SPL_BIN);
-  const int64_t nnz = c.counts[SPL_PAIRS] - 1, n = (int64_t)c.readback->counters.isects, tiles = v.tiles();
+  const int64_t nnz = c.counts[SPL_PAIRS] - 1, n = c.n_isects, tiles = v.tiles();
   int64_t* start = c.row<int64_t>(R_TILE_START);
   if (!n) return check(cudaMemsetAsync(start, 0, (tiles + 1) * 8, c.stream), "clearing tiles");
   const uint32_t* order = sort_by_depth(c, nnz);

@@ -129,9 +129,9 @@ static void shrink_pages(Region& r, int64_t bytes) {
 
 static void reallocate(Region& r, int64_t bytes) {
   void* p = nullptr;
-  check(cudaMalloc(&p, bytes), "taking more memory");
-  check(cudaMemset(p, 0, bytes), "clearing new memory");
-  if (r.base) check(cudaMemcpy(p, r.base, std::min(bytes, r.committed), cudaMemcpyDeviceToDevice), "moving to larger memory");
+  if (bytes) check(cudaMalloc(&p, bytes), "taking more memory");
+  if (bytes) check(cudaMemset(p, 0, bytes), "clearing new memory");
+  if (r.base && bytes) check(cudaMemcpy(p, r.base, std::min(bytes, r.committed), cudaMemcpyDeviceToDevice), "moving to larger memory");
   check(cudaDeviceSynchronize(), "moving to larger memory");
   cudaFree(r.base);
   r.base = (uint8_t*)p;

@@ -186,6 +186,7 @@ void project(spl_ctx& c, const Source& s, const View& v) {
     if (found.nnz >= UINT32_MAX) fail(SPL_E_CAPACITY, "%lld visible pairs > %u: fewer cameras per call", (long long)found.nnz, UINT32_MAX);
     need[SPL_PAIRS] = found.nnz + 1;
     need[SPL_ISECTS] = std::max<int64_t>(isects, 1);
+    c.n_isects = isects;
     if (need[SPL_PAIRS] <= c.capacity[SPL_PAIRS] && need[SPL_ISECTS] <= c.capacity[SPL_ISECTS]) break;
   }
   c.counts = need;

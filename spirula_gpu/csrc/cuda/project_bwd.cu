@@ -126,7 +126,7 @@ __device__ __forceinline__ bool begin_adam(const Work& w, int64_t gi, const Gaus
   c2 = -1.0f / expm1f(steps * w.log_beta2);
   raw_gradient(g, t.g, false, raw);
   const float age = w.h.lr_decay_steps > 0 ? fminf(steps / w.h.lr_decay_steps, 1.0f) : 0.0f;
-  lr_mean = age > 0 ? w.h.lr_mean * powf(w.h.lr_mean_final / w.h.lr_mean, age) : w.h.lr_mean;
+  lr_mean = age > 0 && w.h.lr_mean > 0 ? w.h.lr_mean * powf(w.h.lr_mean_final / w.h.lr_mean, age) : w.h.lr_mean;
   return true;
 }
 

@@ -1,0 +1,245 @@
+"""The mapper on small real maps: the gate, the inbox, limits, commands, errors, the same result twice."""
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spirula_gpu.camera import Camera, Frame
+from spirula_gpu.config import Config, GateConfig, replaced, rows
+from spirula_gpu.keyframes import Gate
+from spirula_gpu.mapper import Mapper, Wants
+from spirula_gpu.mesh import MeshError
+
+CAMERA = Camera(40, 30, 36.0, 36.0, 20.0, 15.0)
+SMALL = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 1, "train.steps_per_frame": 4, "prune.interval_steps": 10})
+
+
+def frame(i: int, **changes) -> Frame:
+    """A textured wall 2 m ahead, seen from 5 cm further right each time."""
+    T = np.eye(4)
+    T[0, 3] = 0.05 * i
+    u, v = np.meshgrid(np.arange(40) + 0.05 * i * 18, np.arange(30))
+    rgb = np.stack([128 + 100 * np.sin(u * 0.5), 128 + 100 * np.sin(v * 0.4), 128 + 60 * np.cos(u * 0.3 + v * 0.2)], -1).astype(np.uint8)
+    return replace(Frame(1_000_000_000 + i * 100_000_000, CAMERA, T, rgb, np.full((30, 40), 2, np.float32)), **changes)
+
+
+def submit(mapper: Mapper, f: Frame) -> None:
+    mapper.ledger.arrived()
+    mapper.submit(f)
+
+
+def run(config: Config, n: int = 6) -> Mapper:
+    mapper = Mapper(config)
+    for i in range(n):
+        submit(mapper, frame(i, held_out=i == 3))
+        mapper.run_due()
+    return mapper
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_inline_counts_and_measures():
+    mapper = run(SMALL)
+    results, status = mapper.evaluate(), mapper.status()
+    assert status.frames == (6, 6, {}) and status.frames.pending == 0
+    assert (status.keyframes, status.held_out, status.steps) == (5, 1, 24)  # every frame makes steps due
+    assert status.state == "running" and status.heldout_psnr == pytest.approx(results[0].psnr) and results[0].psnr > 17
+
+
+def test_the_same_frames_and_seed_give_the_same_map():
+    a, b = run(SMALL), run(SMALL)
+    for row in ("map.mean", "map.quat", "map.log_scale", "map.logit_opacity", "map.sh", "adam.steps"):
+        assert np.array_equal(a._engine.read(row), b._engine.read(row)), row
+    assert not np.array_equal(a._engine.read("map.mean"), run(replaced(SMALL, {"engine.seed": 1}))._engine.read("map.mean"))
+
+
+def test_a_held_out_frame_leaves_no_trace_in_the_map():
+    mapper, other = Mapper(SMALL), Mapper(SMALL)
+    for i in range(4):
+        for m in (mapper, other):
+            submit(m, frame(i, held_out=i == 2, rgb=np.zeros((30, 40, 3), np.uint8) if m is other and i == 2 else frame(i).rgb))
+            m.run_due()
+    assert np.array_equal(mapper._engine.read("map.sh"), other._engine.read("map.sh"))
+    assert len(mapper.evaluate()) == 1 and mapper.evaluate()[0].psnr != other.evaluate()[0].psnr
+
+
+def test_gate():
+    gate, config = Gate(), GateConfig(min_translation_m=0.1, min_rotation_deg=5.0, max_interval_s=10.0)
+    turned = np.eye(4)
+    c, s = np.cos(np.radians(6)), np.sin(np.radians(6))
+    turned[:2, :2] = [[c, -s], [s, c]]
+    assert gate.refuses(frame(0), config) is None
+    assert gate.refuses(frame(1), config) == "not_keyframe"              # 5 cm
+    assert gate.refuses(frame(2), config) is None                        # 10 cm
+    assert gate.refuses(frame(1), config) == "not_keyframe"              # 5 cm from both
+    assert gate.refuses(frame(0, T_world_cam=turned), config) is None
+    assert gate.refuses(frame(200, T_world_cam=np.eye(4)), config) is None    # 20 s later
+    assert gate.refuses(frame(210, rgb=np.full((30, 40, 3), 90, np.uint8)), config) == "blurred"
+
+
+def test_the_inbox_drops_the_oldest_and_counts_it():
+    mapper = Mapper(replaced(SMALL, {"gate.inbox_frames": 2}))
+    for i in range(5):
+        submit(mapper, frame(i))
+    assert mapper.ledger.counts() == (5, 0, {"inbox_full": 3}) and mapper.status().inbox_frames == 2
+    mapper.run_due()
+    assert [k.frame.stamp_ns for k in mapper._keyframes] == [frame(3).stamp_ns, frame(4).stamp_ns]
+
+
+def test_at_max_gaussians_the_map_stays_below_and_says_so():
+    mapper = run(replaced(SMALL, {"engine.max_gaussians": 60}))
+    status = mapper.status()
+    assert 0 < status.gaussians <= 60 and status.state == "running" and status.last_error == ""
+    assert "engine.max_gaussians 60" in status.hint
+    assert status.frames.used == 6
+
+
+def test_a_worker_that_fails_says_so_everywhere():
+    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": 1}))  # too little for any image
+    mapper.start()
+    submit(mapper, frame(0))
+    wait_for(lambda: mapper.status().state == "error")
+    assert "engine.vram_budget_mb" in mapper.status().last_error
+    submit(mapper, frame(1))
+    with pytest.raises(RuntimeError, match="has stopped.*vram_budget_mb"):
+        mapper.command("save_map", "nowhere.ply").result(5)
+    mapper.stop()
+    counts = mapper.ledger.counts()
+    assert counts.pending == 0 and counts.dropped == {"error": 2} and mapper.status().state == "error"
+
+
+def test_the_worker_takes_frames_trains_when_idle_and_stops(tmp_path):
+    mapper = Mapper(SMALL)
+    mapper.wants = Wants(render=True, render_period_s=0.01)
+    mapper.start()
+    for i in range(4):
+        submit(mapper, frame(i))
+    wait_for(lambda: mapper.status().keyframes == 4 and mapper.status().steps > 60)  # 16 were due
+    snapshot = mapper.latest.get()
+    assert snapshot.rgb.shape == (30, 40, 3) and not snapshot.rgb.flags.writeable
+    mapper.command("pause", True).result(10)
+    assert mapper.command("save_map", str(tmp_path / "map.ply")).result(10) == mapper.status().gaussians
+    submit(mapper, frame(5))
+    assert mapper.ledger.counts().dropped == {"paused": 1}
+    steps = mapper.status().steps
+    time.sleep(0.3)
+    assert mapper.status().steps == steps
+    mapper.command("reset").result(10)
+    assert mapper.latest.get() is None and mapper.status().gaussians == 0 and mapper.status().state == "paused"
+    mapper.stop()
+    assert mapper.status().state == "stopped" and "spirula-mapper" not in [t.name for t in threading.enumerate()]
+    mapper.close()
+
+
+def test_a_view_may_set_the_camera_alone():
+    mapper = run(SMALL, 2)
+    mapper.command("view", None, CAMERA.resized(20, 15)).result(1)
+    snapshot = mapper._snapshot()
+    assert snapshot.rgb.shape == (15, 20, 3) and snapshot.T_world_cam[0, 3] == pytest.approx(0.05)
+
+
+def test_unknown_commands_and_failing_ones_reach_the_caller(tmp_path):
+    mapper = run(SMALL, 1)
+    with pytest.raises(ValueError, match="unknown command 'fly'"):
+        mapper.command("fly").result(1)
+    with pytest.raises(OSError):
+        mapper.command("save_map", str(tmp_path / "no" / "such" / "map.ply")).result(1)
+    assert mapper.status().state == "running"
+
+
+def test_every_chunk_is_in_every_snapshot_and_unchanged_ones_are_the_same_objects():
+    mapper = run(replaced(SMALL, {"mesh.voxel_m": 0.1}))
+    mapper._output.update_mesh(mapper._keyframes)
+    first = {c.key: c for c in mapper._snapshot().mesh}
+    mapper._output.update_mesh(mapper._keyframes)  # nothing new to fuse
+    second = {c.key: c for c in mapper._snapshot().mesh}
+    assert first and all(second[k] is first[k] for k in first)
+
+
+@pytest.mark.parametrize("budget_mb", [8, 9, 10, 12, 14, 40])
+def test_a_tight_budget_bounds_the_map_and_never_ends_it(budget_mb):
+    camera = CAMERA.resized(160, 120)
+    rng = np.random.default_rng(0)
+    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": budget_mb, "engine.sh_degree": 0, "insert.hole_spacing_px": 1.0, "train.steps_per_frame": 6}))
+    for i in range(12):
+        f = frame(i * 10)
+        submit(mapper, replace(f, camera=camera, rgb=rng.integers(0, 256, (120, 160, 3), np.uint8), depth_m=np.full((120, 160), 2, np.float32)))
+        mapper.run_due()
+        assert mapper.vram().total <= budget_mb << 20
+    assert mapper.status().gaussians > 100 and mapper.ledger.counts().used == 12
+    assert ("vram_budget_mb" in mapper.status().hint) == (budget_mb < 40)
+
+
+def test_every_live_parameter_may_take_its_lowest_and_highest_value():
+    live = [(name, f.metadata["low"], f.metadata["high"]) for name, _, f in rows() if f.metadata["live"] and f.metadata["low"] is not None]
+    assert len(live) > 20
+    for name, low, high in live:
+        for value in (low, high):
+            if name in ("train.steps_per_frame", "insert.hole_spacing_px") and value == high:
+                continue  # a matter of time, or of an empty map
+            mapper = run(SMALL, 2)
+            kind = type(dict((n, v) for n, v, _ in rows())[name])
+            mapper.command("configure", replaced(SMALL, {name: kind(value)})).result(1)
+            submit(mapper, frame(9))
+            mapper.run_due()
+            assert mapper.status().state == "running", name
+
+
+def test_reset_answers_who_waits_for_a_refinement():
+    mapper = run(SMALL, 2)
+    mapper.start()
+    waiting = mapper.command("refine", 1000.0)
+    mapper.command("reset").result(10)
+    with pytest.raises(RuntimeError, match="reset"):
+        waiting.result(1)
+    mapper.stop()
+
+
+def test_a_cancelled_command_harms_nobody():
+    mapper = Mapper(SMALL)
+    mapper.start()
+    mapper.command("pause", True).cancel()
+    mapper.command("refine", 0.1).cancel()
+    assert mapper.command("pause", False).result(10) is None and mapper.status().state == "waiting"
+    mapper.stop()
+    with pytest.raises(OSError):  # without a worker the caller runs it
+        mapper.command("save_map", "/no/such/folder/map.ply").result(1)
+
+
+def test_keyframes_stay_within_their_memory():
+    mapper = Mapper(replaced(SMALL, {"train.keyframes_mb": 16, "train.steps_per_frame": 0, "gate.inbox_frames": 50}))
+    camera = CAMERA.resized(800, 600)   # 3.4 MB a frame
+    for i in range(8):
+        submit(mapper, replace(frame(i), camera=camera, rgb=np.zeros((600, 800, 3), np.uint8), depth_m=np.full((600, 800), 2, np.float32)))
+        mapper.run_due()
+    assert len(mapper._keyframes) == 4 and mapper._keyframes.bytes <= 16 << 20
+    assert mapper._keyframes.newest.frame.stamp_ns == frame(7).stamp_ns
+
+
+def test_a_mesh_that_cannot_be_made_does_not_stop_the_map(monkeypatch):
+    monkeypatch.setattr("spirula_gpu.mesh.TsdfMesher.__init__", lambda self, config: (_ for _ in ()).throw(MeshError("the mesh needs Open3D")))
+    mapper = Mapper(SMALL)
+    mapper.wants = Wants(mesh=True)
+    mapper.start()
+    submit(mapper, frame(0))
+    wait_for(lambda: "Open3D" in mapper.status().hint and mapper.status().steps > 20)
+    assert mapper.status().state == "running"
+    mapper.stop()
+
+
+def test_a_render_beyond_the_budget_is_a_hint():
+    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": 20}))
+    mapper.wants = Wants(render=True, render_period_s=0.01)
+    mapper.start()
+    mapper.command("view", None, CAMERA.resized(1600, 1200)).result(5)
+    submit(mapper, frame(0))
+    wait_for(lambda: "engine.vram_budget_mb" in mapper.status().hint and mapper.status().steps > 20)
+    assert mapper.status().state == "running"
+    mapper.stop()

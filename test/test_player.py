@@ -1,0 +1,110 @@
+"""`spirula replay --via-ros`: the command, the node it starts, and real topics between them."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import cv2
+import conftest
+import pytest
+
+rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
+
+from spirula_ros import player
+from spirula_ros.msg import MapStatus
+from spirula_ros.node_process import NodeError
+from spirula_ros.outputs import latched
+from spirula_ros.synthetic import make_bag
+
+FRAMES = 16
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bag") / "room"
+    make_bag(path, frames=FRAMES, size=(80, 60), fps=15.0)
+    return path
+
+
+def replay(bag, ros_domain, *options):
+    return subprocess.run([Path(sys.executable).parent / "spirula", "replay", bag, "--via-ros", *options, "--out", "out", "--set", "train.steps_per_frame=4"],
+                          env={**os.environ, "ROS_DOMAIN_ID": str(ros_domain)}, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("pace", [["--lossless"], ["--rate", "2"]])
+def test_the_report_of_the_node(room, ros_domain, pace):
+    done = replay(room, ros_domain, *pace, "--holdout", "8", "--refine-steps", "20")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(Path("out/report.json").read_text())
+    frames = report["frames"]
+    assert frames["in"] == frames["used"] + sum(frames["dropped"].values()) == report["images_sent"] == FRAMES
+    if pace == ["--lossless"]:
+        assert "inbox_full" not in frames["dropped"] and len(report["heldout"]) == FRAMES // 8
+        assert report["steps"] >= 4 * frames["used"] + 20
+    assert report["heldout_psnr"] > 12 and report["gaussians"] > 500 and report["topics"] and report["mode"].startswith("via-ros")
+    for held_out in report["heldout"]:
+        assert cv2.imread(f"out/renders/{held_out['stamp_ns']}.png").shape == (60, 80, 3)
+    assert all(Path("out", name).stat().st_size > 500 for name in ("map.ply", "mesh.ply", "compare.png"))
+    assert "Traceback" not in Path("out/node.log").read_text() + done.stderr
+
+
+def test_a_node_that_fails_is_reported_with_its_log(room, ros_domain):
+    done = replay(room, ros_domain, "--set", "engine.vram_budget_mb=1")
+    assert done.returncode == 1 and "spirula: the mapper failed" in done.stderr and "engine.vram_budget_mb" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr.split("the mapper failed")[0], done.stderr
+
+
+class Node:
+    """What Link asks of a NodeProcess."""
+    def check(self):
+        pass
+
+    def tail(self):
+        return "  its last words"
+
+
+class Silence:
+    """What Link asks of Progress and StopRequest."""
+    reason = ""
+
+    def show(self, messages):
+        pass
+
+
+@pytest.fixture
+def link(ros_domain, monkeypatch):
+    """(a player's Link, publish(status) of a node that is played by the test)"""
+    monkeypatch.setenv("ROS_DOMAIN_ID", str(ros_domain))
+    monkeypatch.setattr(player, "SILENCE_LIMIT_S", 1.0)
+    context = rclpy.Context()
+    rclpy.init(context=context, domain_id=ros_domain)
+    node = rclpy.create_node("spirula", context=context)
+    publisher = node.create_publisher(MapStatus, "spirula/status", latched(1))
+    with player.Link(Node(), None, SimpleNamespace(chosen=dict), {"train.steps_per_frame": 4, "publish.status_hz": 10.0}) as link:
+        publisher.publish(MapStatus(state="running", frames_in=1, frames_used=1, keyframes=1))
+        link.until(lambda: link._status, "status", 10)
+        yield link, publisher.publish
+    node.destroy_node()
+    rclpy.shutdown(context=context)
+
+
+@pytest.mark.parametrize("state", ["paused", "stopped"])
+def test_waiting_for_a_mapper_that_does_not_work_ends(link, state):
+    link, publish = link
+    publish(MapStatus(state=state, frames_in=1, frames_used=1, keyframes=1))
+    with pytest.raises(NodeError, match=f"state is {state}"):
+        link.wait_until_trained(Silence(), Silence())
+
+
+def test_waiting_for_a_silent_node_ends(link):
+    with pytest.raises(NodeError, match="(?s)no status from the node for 1 s.*its last words"):
+        link[0].wait_until_trained(Silence(), Silence())
+    with pytest.raises(NodeError, match="no status from the node"):
+        link[0].finish(Silence())
+
+
+def test_bad_input_is_one_sentence(room, ros_domain):
+    done = replay(room, ros_domain, "--image-topic", "/nothing")
+    assert done.returncode == 2 and "/nothing" in done.stderr and "Traceback" not in done.stderr, done.stderr
