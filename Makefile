@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # A recording of a synthetic room, played through real ROS 2 topics into the node.
 demo: build
-	rm -rf $(OUT)
+	rm -rf $(OUT)/room $(OUT)/room.truth.npz
 	$(venv)/bin/spirula bag synthetic $(OUT)/room
 	$(venv)/bin/spirula replay $(OUT)/room --via-ros --holdout 8 $(DEMO_ARGS) --out $(OUT)
 	@echo "pictures: $(abspath $(OUT))/compare.png, $(abspath $(OUT))/renders/    report: $(abspath $(OUT))/report.json"
@@ -38,7 +38,7 @@ lib:
 	  && cmake --build build/lib --parallel && mkdir -p spirula_gpu/lib && install build/lib/libspirula_*.so spirula_gpu/lib/
 
 clean:
-	rm -rf build install log $(OUT) spirula_gpu/lib *.egg-info $(stamps)/installed
+	rm -rf build install log demo spirula_gpu/lib *.egg-info $(stamps)/installed
 
 $(python):
 	tools/system_packages.sh $(PYTHON)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class CMakeBuild(build_ext):
     def run(self):
         if self.inplace or self.editable_mode:
             raise SystemExit("editable installs are not supported: `make develop` installs links into the checkout")
-        work = HERE / "build" / f"cmake-{sys.implementation.cache_tag}"
+        work = HERE / "build" / f"cmake-{sys.implementation.cache_tag}-{zlib.crc32(sys.prefix.encode()):08x}"  # its cache points into the environment
         stage = work / "stage"
         shutil.rmtree(stage, ignore_errors=True)
         jobs = os.environ.get("SPIRULA_BUILD_JOBS", str(os.cpu_count()))

@@ -87,7 +87,9 @@ class Output:
 
     # ---- files ------------------------------------------------------------------------------------------------------
     def save_map(self, path: str) -> int:
-        """The 3DGS .ply; returns the number of Gaussians."""
+        """The 3DGS .ply; returns the number of Gaussians. Raises ValueError when there are none: nothing is overwritten."""
+        if not len(self._engine):
+            raise ValueError(f"the map is empty; {path} was not touched")
         from .ply import Splats, write_ply
         splats = Splats(*(self._engine.read(f"map.{name}") for name in PARAMETERS))
         write_ply(path, splats)

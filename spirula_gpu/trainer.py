@@ -48,11 +48,16 @@ class Trainer:
         `hint` says so. Returns how many came."""
         frame, spacing, gain = keyframe.frame, self.config.insert.hole_spacing_px, self.config.insert.detail_gain
         if frame.depth_m is None:
+            self.hint = "frames come without depth: they train the map, but Gaussians are only made from depth"
             return 0
         self.hint = ""
         for attempt in range(ROOM_ATTEMPTS):
             try:
-                return self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
+                n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
+                if not len(self.engine):
+                    i = self.config.insert
+                    self.hint = f"no Gaussian yet: no pixel has a depth between insert.min_depth_m {i.min_depth_m} and insert.max_depth_m {i.max_depth_m}"
+                return n
             except NativeError as e:
                 if e.kind != "capacity":
                     raise

@@ -6,6 +6,7 @@ Threads: everything here runs on the executor's thread (T0). The mapper's own th
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import signal
 import sys
 import threading
@@ -38,6 +39,13 @@ from .watch import LOST_HINT, describe_publishers, explain, policy_name
 TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
 
 
+def check_map_path(path: str) -> None:
+    """That a map cannot be written is said before it is made. Raises ValueError."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if path and (os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)):
+        raise ValueError(f"output.map_path '{path}': must be a file in a folder that exists and can be written; give another one")
+
+
 class TrainNode(Node):
     """Raises ValueError on bad parameters and NativeError when the engine cannot start; both say what to do."""
 
@@ -45,6 +53,7 @@ class TrainNode(Node):
         super().__init__("spirula", **options)
         declare_all(self)
         self.ros, self.config = config_from(self)
+        check_map_path(self.ros.output.map_path)
         self.mapper = make_mapper(self.config)
         self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s)
         self.outputs = Outputs(self, self.mapper)
@@ -231,6 +240,8 @@ class TrainNode(Node):
         if self.failed:
             self.get_logger().fatal(f"the mapper failed: {self.mapper.status().last_error}")
             code = 1
+        elif path and not self.mapper.status().gaussians:
+            self.get_logger().warning(f"the map is empty; {path} was not touched")
         elif path:
             try:
                 self.mapper.command("save_map", path).result(timeout=60)
@@ -249,9 +260,9 @@ class TrainNode(Node):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs until SIGINT or SIGTERM. Exit codes: 0 stopped, 1 the mapper failed, 2 it could not start."""
+    """Runs until SIGINT, SIGTERM or SIGHUP. Exit codes: 0 stopped, 1 the mapper failed, 2 it could not start."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # rclpy's own handlers would take the context away before the last status
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rclpy's own handlers would take the context away before the last status
         signal.signal(number, lambda *_: stop.set())
     rclpy.init(args=argv, signal_handler_options=SignalHandlerOptions.NO)
     try:

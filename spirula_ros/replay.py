@@ -199,7 +199,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         here = threading.current_thread() is threading.main_thread()  # only there can signals be taken
-        self._before = {s: signal.signal(s, self._signalled) for s in (signal.SIGINT, signal.SIGTERM) if here}
+        self._before = {s: signal.signal(s, self._signalled) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if here}
         return self
 
     def __exit__(self, *_: Any) -> None:

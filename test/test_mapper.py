@@ -209,8 +209,8 @@ def test_a_cancelled_command_harms_nobody():
     mapper.command("refine", 0.1).cancel()
     assert mapper.command("pause", False).result(10) is None and mapper.status().state == "waiting"
     mapper.stop()
-    with pytest.raises(OSError):  # without a worker the caller runs it
-        mapper.command("save_map", "/no/such/folder/map.ply").result(1)
+    with pytest.raises(ValueError, match="empty"):  # without a worker the caller runs it
+        mapper.command("save_map", "map.ply").result(1)
 
 
 def test_keyframes_stay_within_their_memory():
@@ -243,3 +243,15 @@ def test_a_render_beyond_the_budget_is_a_hint():
     wait_for(lambda: "engine.vram_budget_mb" in mapper.status().hint and mapper.status().steps > 20)
     assert mapper.status().state == "running"
     mapper.stop()
+
+
+def test_an_empty_map_overwrites_nothing_and_says_why_it_is_empty(tmp_path):
+    (tmp_path / "map.ply").write_text("good")
+    for changes, why in ((dict(depth_m=None), "without depth"), (dict(depth_m=np.full((30, 40), np.nan, np.float32)), "min_depth_m")):
+        mapper = Mapper(SMALL)
+        submit(mapper, frame(0, **changes))
+        mapper.run_due()
+        assert why in mapper.status().hint and mapper.status().state == "running"
+        with pytest.raises(ValueError, match="map is empty"):
+            mapper.command("save_map", str(tmp_path / "map.ply")).result(1)
+    assert (tmp_path / "map.ply").read_text() == "good"
