@@ -3,8 +3,9 @@
     python bench/bench_step.py --scene ../shared/bench/scene.py --out bench/results/step_h200.json --commit $(git rev-parse HEAD)
 
 scene.py offers make_scene(N, size=, dev=), make_cameras(C, W, H), make_target(C, W, H) and SIZE_LIGHT. Wall milliseconds
-of whole calls, which end with the device idle; medians after a warm-up. Learning rates are tiny, so that the load stays.
-Targets and rendered images are on the device. Needs torch with CUDA."""
+of whole calls, which end with the device idle; medians after a warm-up. `train` is the same step as a trainer runs it: the end
+of a step is not waited for (wait=False), mean of the repeats, the last one waited for. Learning rates are tiny, so that the load
+stays. Targets and rendered images are on the device. --kernels lists the time of every kernel of the step. Needs torch with CUDA."""
 import argparse
 import ctypes
 import datetime
@@ -35,6 +36,29 @@ def median(run, warm_up: int, repeats: int):
     return statistics.median(walls), {k: round(statistics.median(p[k] for p in phases), 4) for k in phases[0]}
 
 
+def train_ms(step, repeats: int) -> float:
+    """Mean wall ms of steps of which only the last is waited for."""
+    step(wait=True)
+    begin = time.perf_counter()
+    for i in range(repeats):
+        step(wait=i == repeats - 1)
+    return (time.perf_counter() - begin) * 1e3 / repeats
+
+
+def kernel_ms(step, repeats: int = 5) -> dict[str, float]:
+    """Mean ms a step of every kernel and copy, by name, the slowest first."""
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    total = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            total[event.name[:100]] = total.get(event.name[:100], 0) + event.time_range.elapsed_us() / 1e3 / repeats
+    return {name: round(ms, 4) for name, ms in sorted(total.items(), key=lambda item: -item[1])}
+
+
 def load_engine(scene, n: int, light: bool) -> native.Engine:
     s = scene.make_scene(n, size=scene.SIZE_LIGHT if light else None, dev="cuda")
     engine = native.Engine("cuda", max_gaussians=n)
@@ -43,7 +67,7 @@ def load_engine(scene, n: int, light: bool) -> native.Engine:
     return engine
 
 
-def measure(scene, name: str, warm_up: int, repeats: int) -> dict:
+def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool) -> dict:
     n, cameras, width, height = CASES[name]
     viewmats, Ks = scene.make_cameras(cameras, width, height)
     target = (scene.make_target(cameras, width, height) * 255).to(torch.uint8).cuda().contiguous()
@@ -58,15 +82,17 @@ def measure(scene, name: str, warm_up: int, repeats: int) -> dict:
         forward_ms, _ = median(render, warm_up, repeats)
         forward_bytes = sum(r.capacity_bytes for r in engine.rows())
         hyper = native.Hyper(**RATES)
-        step = lambda: engine.train_step(view, target, hyper)
+        step = lambda wait=True: engine.train_step(view, target, hyper, wait=wait)
         stats = step()
         step_ms, phases = median(step, warm_up, repeats)
+        deferred_ms = train_ms(step, repeats)
         *rows, arena = engine.rows()
         held = sum(r.capacity_bytes for r in rows) + arena.capacity_bytes
-        mib = lambda b: round(b / 2**20, 1)
+        mib = lambda b: round(b / 2**20, 2)
+        mask_and_scan = sum(r.used_bytes for r in rows if r.name in (b"proj.mask", b"proj.scan"))
         return dict(case=name, gaussians=n, cameras=cameras, width=width, height=height, pairs=stats.n_pairs, isects=stats.n_isects,
-                    forward_ms=round(forward_ms, 4), step_ms=round(step_ms, 4), step_phases_ms=phases, loss=stats.loss, alpha=float(out[1].mean()),
-                    engine_mib=mib(held), engine_forward_mib=mib(forward_bytes), arena_mib=mib(arena.capacity_bytes), arena_separate_mib=mib(arena.used_bytes),
+                    forward_ms=round(forward_ms, 4), step_ms=round(step_ms, 4), train_ms=round(deferred_ms, 4), step_phases_ms=phases, kernels_ms=kernel_ms(step) if kernels else {}, loss=stats.loss, alpha=float(out[1].mean()),
+                    mask_and_scan_mib=mib(mask_and_scan), engine_mib=mib(held), engine_forward_mib=mib(forward_bytes), arena_mib=mib(arena.capacity_bytes), arena_separate_mib=mib(arena.used_bytes),
                     driver_mib=mib(free_before - torch.cuda.mem_get_info()[0]))
 
 
@@ -76,6 +102,7 @@ def main() -> None:
     parser.add_argument("--cases", default="100k,1Mlight,1M,3M,10M", help=",".join(CASES))
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--kernels", action="store_true", help="per-kernel times of the step")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
@@ -84,9 +111,11 @@ def main() -> None:
     spec.loader.exec_module(scene)
     rows = []
     for name in args.cases.split(","):
-        rows.append(r := measure(scene, name, args.warm_up, args.repeats))
-        print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,}  isects {r['isects']:,}  "
+        rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels))
+        print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,}  isects {r['isects']:,}  "
               + "  ".join(f"{k} {v:.3f}" for k, v in r["step_phases_ms"].items()), flush=True)
+        for kernel, ms in list(r["kernels_ms"].items())[:20]:
+            print(f"          {ms:8.4f} ms  {kernel}", flush=True)
     result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__,
                   warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
     if args.out:
