@@ -41,9 +41,9 @@ template <class Key> static void sort(spl_ctx& c, cub::DoubleBuffer<Key>& keys, 
   with_scratch(c, "sort", [&](void* temp, size_t& bytes) { return cub::DeviceRadixSort::SortPairs(temp, bytes, keys, values, n, 0, bits, c.stream); });
 }
 
-__global__ void gather_counts_kernel(const uint32_t* order, const uint32_t* tiles, int64_t nnz, int64_t* first) {
+__global__ void gather_counts_kernel(const uint32_t* order, const uint32_t* tiles, const Counters* counters, int64_t n, int64_t* first) {
   const int64_t i = thread_id();
-  if (i <= nnz) first[i] = i < nnz ? tiles[order[i]] : 0;
+  if (i <= n) first[i] = i < counters->nnz ? tiles[order[i]] : 0;
 }
 
 template <class Key> struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; Key* key; uint32_t* pair; int64_t nnz; };
@@ -112,14 +112,17 @@ template <class Key> __global__ void tile_ranges_kernel(const Key* key, int64_t 
   if (i == n - 1) for (int64_t t = tile + 1; t <= tiles; ++t) start[t] = n;
 }
 
-// Sorts the pairs, nearest first, into proj.order; first[i]: where the intersections of the i-th begin.
-static void sort_by_depth(spl_ctx& c, int64_t nnz) {
+// Nearest first, into proj.order; first[i]: where the intersections of the i-th begin.
+void order_pairs(spl_ctx& c, int64_t n) {
   cub::DoubleBuffer<uint32_t> keys(c.row<uint32_t>(R_DEPTH_KEY), c.row<uint32_t>(R_DEPTH_KEY_ALT)), order(c.row<uint32_t>(R_ORDER), c.row<uint32_t>(R_ORDER_ALT));
-  sort(c, keys, order, nnz, 32);
-  if (order.selector != 0) check(cudaMemcpyAsync(c.row<uint32_t>(R_ORDER), order.Current(), nnz * 4, cudaMemcpyDeviceToDevice, c.stream), "copying the order");
-  gather_counts_kernel<<<blocks_for(nnz + 1, 256), 256, 0, c.stream>>>(c.row<uint32_t>(R_ORDER), c.row<uint32_t>(R_COUNT), nnz, c.row<int64_t>(R_FIRST));
+  sort(c, keys, order, n, 32);
+  if (order.selector != 0) {  // keys too: more of them may be sorted behind these
+    check(cudaMemcpyAsync(c.row<uint32_t>(R_ORDER), order.Current(), n * 4, cudaMemcpyDeviceToDevice, c.stream), "copying the order");
+    check(cudaMemcpyAsync(c.row<uint32_t>(R_DEPTH_KEY), keys.Current(), n * 4, cudaMemcpyDeviceToDevice, c.stream), "copying keys");
+  }
+  gather_counts_kernel<<<blocks_for(n + 1, 256), 256, 0, c.stream>>>(c.row<uint32_t>(R_ORDER), c.row<uint32_t>(R_COUNT), c.counters(), n, c.row<int64_t>(R_FIRST));
   launched("gather_counts_kernel");
-  scan(c, c.row<int64_t>(R_FIRST), nnz + 1);
+  scan(c, c.row<int64_t>(R_FIRST), n + 1);
 }
 
 // The intersections in the order of their pairs, then by tile.
@@ -143,8 +146,6 @@ template <class Key> static void sort_by_tile(spl_ctx& c, const View& v, int64_t
 
 void bin(spl_ctx& c, const View& v) {
   const int64_t nnz = c.counts[SPL_PAIRS] - 1, n = c.n_isects;
-  begin_phase(c, SPL_ORDER);
-  if (n) sort_by_depth(c, nnz);
   begin_phase(c, SPL_BIN);
   if (!n) return check(cudaMemsetAsync(c.row<void>(R_TILE_START), 0, (v.tiles() + 1) * 8, c.stream), "clearing tiles");
   if (key_bytes(v) == 2) sort_by_tile<uint16_t>(c, v, nnz, n); else sort_by_tile<uint32_t>(c, v, nnz, n);

@@ -192,6 +192,7 @@ void open_context(spl_ctx& c) {
   check(cudaStreamCreateWithFlags(&c.own_stream, cudaStreamNonBlocking), "cudaStreamCreate");
   c.stream = c.own_stream;
   for (Times& t : c.times) for (cudaEvent_t& e : t.event) check(cudaEventCreate(&e), "cudaEventCreate");
+  check(cudaEventCreateWithFlags(&c.counted, cudaEventDisableTiming), "cudaEventCreate");
   check(cudaHostAlloc((void**)&c.readback, sizeof(Readback), cudaHostAllocDefault), "pinned memory");
 }
 
@@ -199,6 +200,7 @@ void close_context(spl_ctx& c) {
   cudaFreeHost(c.staging);
   cudaFreeHost(c.readback);
   for (Times& t : c.times) for (cudaEvent_t e : t.event) if (e) cudaEventDestroy(e);
+  if (c.counted) cudaEventDestroy(c.counted);
   if (c.own_stream) cudaStreamDestroy(c.own_stream);
   cudaGetLastError();
 }
@@ -280,8 +282,8 @@ static void read_back(spl_ctx& c, const Times& t) {
   c.sums = {r.sums[0], r.sums[1], r.sums[2], (int64_t)r.lost.shown_px, (int64_t)r.lost.depth_px};
 }
 
-void wait(spl_ctx& c, const char* what) {
-  check(cudaStreamSynchronize(c.stream), what);
+void await_counters(spl_ctx& c) {
+  check(cudaEventSynchronize(c.counted), "projecting");
   c.staging_used = 0;
   if (!c.pending.any) return;
   read_back(c, c.times[1 - c.now]);

@@ -1,5 +1,5 @@
-// context.h: what a CUDA context owns. Everything runs on its stream; the host waits twice a step, for the numbers of
-// pairs and intersections and for the end; once, where the end of a training step is deferred.
+// context.h: what a CUDA context owns. Everything runs on its stream. The host waits twice a step: for the numbers of pairs
+// and intersections, while the device already orders the pairs, and for the end; once, where the end of a step is deferred.
 #pragma once
 #define SPL_CUDA 1
 #define SPL_BACKEND_NAME "cuda"
@@ -37,8 +37,8 @@ struct Readback { Counters projected, lost; double sums[3]; };  // pinned: after
 
 struct Times {  // a mark at the begin of every phase
   static constexpr int MARKS = 32;
-  cudaEvent_t event[MARKS];
-  int phase[MARKS], n;
+  cudaEvent_t event[MARKS] = {};
+  int phase[MARKS] = {}, n = 0;
 };
 
 struct Cameras {  // passed to kernels by value
@@ -59,6 +59,8 @@ struct spl_ctx : spl::Context {
   cudaStream_t stream = nullptr, own_stream = nullptr;
   spl::Times times[2];             // of this step, and of the one before, which may still run
   int now = 0;
+  cudaEvent_t counted = nullptr;   // the numbers of pairs and intersections are there
+  int64_t expected_pairs = 0;      // how many the next projection orders before it knows their number
   spl::Readback* readback = nullptr;
   uint8_t* staging = nullptr;      // pinned
   int64_t staging_bytes = 0, staging_used = 0;
@@ -78,7 +80,8 @@ namespace spl {
 
 // A failed call becomes a Failure that says what was tried.
 void check(cudaError_t, const char* what);
-void wait(spl_ctx&, const char* what);  // for the stream; a deferred step before this one has ended then
+void await_counters(spl_ctx&);  // of the projection; a deferred step before this one has ended then
+void order_pairs(spl_ctx&, int64_t n);  // bin.cu: the first n pairs by depth; keys of those that don't exist are the largest
 inline void launched(const char* kernel) { check(cudaGetLastError(), kernel); }
 bool on_device(const void*);  // false for NULL
 // `from` where kernels can read it: itself if it is device memory, else copied to `row` (through pinned memory).

@@ -143,8 +143,11 @@ static void run_compact(spl_ctx& c, const View& v, int64_t blocks) {
   launched("compact_kernel");
 }
 
+// Both passes. Their numbers are awaited while the device orders as many pairs as there probably are: it is never idle.
 static Counters passes(spl_ctx& c, const Source& given, const View& v, int64_t pairs, int64_t blocks) {
+  const int64_t expected = blocks ? std::min(c.expected_pairs, c.capacity[SPL_PAIRS] - 1) : 0;
   upload_view(c, v);
+  check(cudaMemsetAsync(c.row<void>(R_DEPTH_KEY), 0xFF, expected * 4, c.stream), "clearing keys");
   c.source = on_the_device(c, given);
   int64_t* counts = c.row<int64_t>(R_SCAN);
   if (blocks) {
@@ -157,8 +160,14 @@ static Counters passes(spl_ctx& c, const Source& given, const View& v, int64_t p
   launched("store_total_kernel");
   if (blocks) run_compact(c, v, blocks);
   check(cudaMemcpyAsync(&c.readback->projected, c.counters(), sizeof(Counters), cudaMemcpyDeviceToHost, c.stream), "reading counters");
-  wait(c, "projecting");
-  return c.readback->projected;
+  check(cudaEventRecord(c.counted, c.stream), "cudaEventRecord");
+  begin_phase(c, SPL_ORDER);
+  if (expected) order_pairs(c, expected);
+  await_counters(c);
+  const Counters found = c.readback->projected;
+  if (found.nnz > expected && found.nnz < c.capacity[SPL_PAIRS]) order_pairs(c, found.nnz);
+  c.expected_pairs = std::max(found.nnz + found.nnz / 16, c.expected_pairs - c.expected_pairs / 16);
+  return found;
 }
 
 void project(spl_ctx& c, const Source& s, const View& v) {
