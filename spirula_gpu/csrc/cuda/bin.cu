@@ -43,7 +43,7 @@ template <class Key> static void sort(spl_ctx& c, cub::DoubleBuffer<Key>& keys, 
 
 __global__ void gather_counts_kernel(const uint32_t* order, const uint32_t* tiles, const Counters* counters, int64_t n, int64_t* first) {
   const int64_t i = thread_id();
-  if (i <= n) first[i] = i < counters->nnz ? tiles[order[i]] : 0;
+  if (i <= n) first[i] = i < n && i < counters->nnz ? tiles[order[i]] : 0;
 }
 
 template <class Key> struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; Key* key; uint32_t* pair; int64_t nnz; };
