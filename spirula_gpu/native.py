@@ -15,9 +15,9 @@ import numpy as np
 
 from .report import VramReport, VramRow
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
-PHASES = ("project", "bin", "raster", "loss", "raster_bwd", "project_bwd")
+PHASES = ("project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd")
 STATUS = {-1: "argument", -2: "capacity", -3: "memory", -4: "device"}
 PARAMETERS = ("mean", "quat", "log_scale", "logit_opacity", "sh")  # rows map.*, adam.m.*, adam.v.*
 
@@ -48,13 +48,13 @@ View = _struct("spl_view", n_cameras=c.c_int32, width=c.c_int32, height=c.c_int3
                near_m=c.c_float, background=c.c_float * 3, reserved=c.c_int32, viewmats=f32p, Ks=f32p)
 Image = _struct("spl_image", rgb=f32p, alpha=f32p, depth=f32p)
 Grads = _struct("spl_gaussian_grads", means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p, viewmats=f32p)
-Step = _struct("spl_step", n_pairs=i64, n_isects=i64, loss=c.c_double, l1=c.c_double, ssim=c.c_double, depth=c.c_double,
-               alpha=c.c_double, ms=c.c_double * 8)
+Step = _struct("spl_step", deferred=c.c_int32, reserved=c.c_int32, n_pairs=i64, n_isects=i64, loss=c.c_double, l1=c.c_double, ssim=c.c_double,
+               depth=c.c_double, ms=c.c_double * 8)
 Target = _struct("spl_target", rgb=u8p, depth=f32p, mask=u8p)
 Hyper = _struct("spl_hyper", **{k: c.c_float for k in (
     "lr_mean", "lr_quat", "lr_log_scale", "lr_logit_opacity", "lr_sh0", "lr_sh_rest", "lr_mean_final", "lr_decay_steps",
     "beta1", "beta2", "eps", "ssim_weight",
-    "depth_weight", "opacity_reg", "scale_reg")})
+    "depth_weight", "opacity_reg", "scale_reg", "noise")}, seed=c.c_uint32)
 InsertParams = _struct("spl_insert_params", alpha_below=c.c_float, depth_error=c.c_float, detail_gain=c.c_float, min_depth_m=c.c_float,
                        max_depth_m=c.c_float, hole_spacing_px=c.c_float, size=c.c_float, opacity=c.c_float, owner=c.c_int32, seed=c.c_uint64)
 
@@ -67,7 +67,8 @@ class Row(c.Structure):
 P = c.POINTER
 SIGNATURES = {  # name: (result, arguments)
     "spl_abi_version": (c.c_int32, []), "spl_backend": (c.c_char_p, []), "spl_constant": (i64, [c.c_char_p]),
-    "spl_create": (c.c_int, [P(CreateParams), P(c.c_void_p)]), "spl_destroy": (None, [c.c_void_p]), "spl_error": (c.c_char_p, [c.c_void_p]),
+    "spl_create": (c.c_int, [P(CreateParams), P(c.c_void_p)]), "spl_destroy": (None, [c.c_void_p]), "spl_set_stream": (c.c_int, [c.c_void_p, c.c_void_p]),
+    "spl_error": (c.c_char_p, [c.c_void_p]),
     "spl_report": (c.c_int, [c.c_void_p, P(Row), c.c_int32, P(c.c_int32)]),
     "spl_buffer": (c.c_int, [c.c_void_p, c.c_char_p, P(c.c_void_p), P(i64)]),
     "spl_map_size": (i64, [c.c_void_p]), "spl_map_append": (c.c_int, [c.c_void_p, P(Gaussians), c.c_int32]),
@@ -216,6 +217,10 @@ class Engine:
         if status:
             raise NativeError(STATUS.get(status, str(status)), self._lib.spl_error(self._ctx).decode())
 
+    def set_stream(self, stream: int | None) -> None:
+        """CUDA: all work goes to this stream handle, e.g. torch.cuda.current_stream().cuda_stream (0: the default stream); None: our own."""
+        self._check(self._lib.spl_set_stream(self._ctx, None if stream is None else stream or 1))
+
     def close(self) -> None:
         if self._ctx:
             self._lib.spl_destroy(self._ctx)
@@ -245,7 +250,7 @@ class Engine:
         self._check(self._lib.spl_map_append(self._ctx, c.byref(g), owner))
 
     def read(self, row: str) -> np.ndarray:
-        """A copy of a map row, e.g. `map.mean` [n,3], `map.sh` [n,K,3], `adam.steps` [n] int32; names as in layout.h."""
+        """A copy of a map row, e.g. `map.mean` [n,3], `map.sh` [n,K,3], `adam.v.sh` [n,sh_degree+1], `adam.steps` [n] int32; names as in layout.h."""
         out = np.empty(*self._row_shape(row))
         self._check(self._lib.spl_map_read(self._ctx, row.encode(), 0, len(out), out.ctypes.data))
         return out
@@ -258,6 +263,8 @@ class Engine:
     def _row_shape(self, row: str):
         leaf = row.rsplit(".", 1)[-1]
         tail = {"mean": (3,), "quat": (4,), "log_scale": (3,), "sh": ((self.sh_degree + 1) ** 2, 3)}.get(leaf, ())
+        if row == "adam.v.sh":
+            tail = (self.sh_degree + 1,)
         return (len(self), *tail), np.int32 if leaf in ("steps", "owner") else np.float32
 
     def keep(self, mask) -> int:
@@ -329,10 +336,13 @@ class Engine:
         mask = None if mask is None else array(mask if getattr(mask, "is_cuda", False) else np.asarray(mask) != 0, np.shape(mask), np.uint8, "mask").reshape(size)
         return Target(rgb=pointer(rgb), depth=pointer(depth_m), mask=pointer(mask)), (rgb, depth_m, mask)
 
-    def train_step(self, v: View, rgb, hyper: Hyper, depth_m=None, mask=None) -> StepStats:
-        """One step on rgb [C,H,W,3] uint8, depth_m [C,H,W] m (0 = unknown), mask [C,H,W] (0 = ignore)."""
-        target, _alive = self._target(v, rgb, depth_m, mask)
-        s = Step()
+    def train_step(self, v: View, rgb, hyper: Hyper, depth_m=None, mask=None, wait: bool = True) -> StepStats:
+        """One step on rgb [C,H,W,3] uint8, depth_m [C,H,W] m (0 = unknown), mask [C,H,W] (0 = ignore).
+
+        wait False: the step may still run when this returns, the GPU is not idle between steps, and the numbers are those of
+        the training step before (n_pairs -1: there was none). GPU tensors must then stay as they are until the next call."""
+        target, self._in_use = self._target(v, rgb, depth_m, mask)
+        s = Step(deferred=not wait)
         self._check(self._lib.spl_train_step(self._ctx, c.byref(v), c.byref(target), c.byref(hyper), c.byref(s)))
         return _stats(s)
 

@@ -12,7 +12,7 @@ from spirula_gpu.native import library_path
 
 HEADER = Path(__file__).resolve().parents[1] / "spirula_gpu" / "csrc" / "spirula.h"
 BACKEND = "cpu"  # the library that a Context loads; the fixture `backend` sets it
-SCALARS = dict(int64_t=ctypes.c_int64, uint64_t=ctypes.c_uint64, int32_t=ctypes.c_int32, float=ctypes.c_float,
+SCALARS = dict(int64_t=ctypes.c_int64, uint64_t=ctypes.c_uint64, int32_t=ctypes.c_int32, uint32_t=ctypes.c_uint32, float=ctypes.c_float,
                double=ctypes.c_double, char=ctypes.c_char)
 ARGUMENT, CAPACITY = -1, -2
 
@@ -140,6 +140,8 @@ class Context:
     def row_shape(self, row: str):
         K = (self.sh_degree + 1)**2
         last = row.rsplit(".", 1)[1]
+        if row == "adam.v.sh":  # one a degree
+            return (self.sh_degree + 1,), np.float32
         return dict(mean=(3,), quat=(4,), log_scale=(3,), sh=(K, 3)).get(last, ()), np.int32 if last in ("owner", "steps") else np.float32
 
     def map_rows(self) -> dict[str, np.ndarray]:
@@ -176,8 +178,8 @@ class Context:
         self.call("loss", view, image, target, hyper, v, step)
         return step, *arrays
 
-    def train_step(self, view, target, hyper):
-        step = struct("spl_step")
+    def train_step(self, view, target, hyper, deferred=0):
+        step = struct("spl_step", deferred=deferred)
         self.call("train_step", view, target, hyper, step)
         return step
 

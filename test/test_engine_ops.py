@@ -36,7 +36,9 @@ def test_mask_scan_and_slots_are_a_stable_compaction(n, n_cameras):
     np.testing.assert_array_equal(context.buffer("proj.scan", "i8")[1:len(scan) + 1], scan)
     assert context.buffer("proj.scan", "i8")[0] == 0
     np.testing.assert_array_equal(context.buffer("proj.gaussian", "u4")[:len(pairs)], pairs // n_cameras)
-    np.testing.assert_array_equal(context.buffer("proj.camera", "u2")[:len(pairs)], pairs % n_cameras)
+    camera, colors = context.buffer("proj.camera", "u2")[:len(pairs)], context.buffer("proj.screen", "f4").reshape(-1, 10)[:len(pairs), 7:]
+    np.testing.assert_array_equal(camera & 0x1fff, pairs % n_cameras)
+    np.testing.assert_array_equal(camera >> 13, (colors == 0) @ [1, 2, 4])  # channels clamped at 0
 
 
 @pytest.mark.parametrize("lanes", [[0], [31], [32], [63], [127], [128], [0, 31, 32, 63, 64, 127, 128, 255], range(256), []])

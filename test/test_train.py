@@ -49,7 +49,7 @@ def test_a_step_is_forward_loss_backward_adam(with_depth, with_mask):
     context.append(g)
     state = {name: [context.read("map." + name).astype(np.float64), 0.0, 0.0] for name in RAW}
     for name in RAW:
-        state[name][1:] = np.zeros_like(state[name][0]), np.zeros_like(state[name][0])
+        state[name][1:] = np.zeros_like(state[name][0]), np.zeros(context.read("adam.v." + name).shape)
     steps = {name: np.zeros(len(g.means), int) for name in RAW}
     for i in range(3):
         for name in RAW:
@@ -64,7 +64,8 @@ def test_a_step_is_forward_loss_backward_adam(with_depth, with_mask):
             rates = np.full(x.shape[1:], lr)
             if name == "sh":
                 rates[1:] = hyper.lr_sh_rest
-            oracle.adam(x, gradients[name].astype(np.float64), m, v, steps[name], visible.any(0), rates, eps=1e-8)
+            update = oracle.adam_by_degree if name == "sh" else oracle.adam
+            update(x, gradients[name].astype(np.float64), m, v, steps[name], visible.any(0), rates, eps=1e-8)
             assert np.abs(context.read("map." + name) - x).max() < 2e-3 * rates.max() + 1e-6, f"step {i}: {name}"
             for moment, kind, unit in ((m, "adam.m.", 1), (v, "adam.v.", 2)):
                 np.testing.assert_allclose(context.read(kind + name), moment, rtol=1e-4, atol=1e-6 * np.abs(moment).max(), err_msg=kind + name)
@@ -129,6 +130,50 @@ def test_higher_degrees_wait_for_their_turn():
         context.train_step(view, target_of(rgb), hyper_of())
     after = context.read("map.sh")
     assert (after[:, :4] != before[:, :4]).any() and (after[:, 4:] == before[:, 4:]).all()
+    second = context.read("adam.v.sh")
+    assert second[:, :2].any() and not second[:, 2].any()
+
+
+def test_position_noise():
+    """Nearly transparent Gaussians that are seen move by covariance * normal * rate * sigmoid(100 (0.005 - opacity)); others do not."""
+    g, (viewmats, Ks) = gaussians(4000, 0, 3, size=(0.02, 0.2)), cameras(1, 40, 30, 3)
+    g = g._replace(opacities=np.where(np.arange(4000) % 2, 0.006, 0.5).astype(np.float32))
+    view, target = view_of(viewmats, Ks, 40, 30, 0), target_of(np.zeros((1, 30, 40, 3), np.uint8), None, np.zeros((1, 30, 40), np.uint8))
+
+    def moved(**hyper):
+        context = Context(sh_degree=0)
+        context.append(g)
+        context.train_step(view, target, hyper_of(lr_mean=1e-2, **hyper))
+        return context.read("map.mean").astype(np.float64) - g.means, context.read("adam.steps") > 0
+
+    (move, visible), faint = moved(noise=10.0, seed=7), g.opacities < 0.1
+    assert not move[~visible].any() and not move[~faint].any() and np.isfinite(move).all()
+    chosen = visible & faint
+    R = np.array([oracle.rotation(q) for q in g.quats[chosen].astype(np.float64)])
+    rate = 0.1 / (1 + np.exp(100 * (0.006 - 0.005)))
+    normal = np.einsum("nji,nj->ni", R, move[chosen]) / (g.scales[chosen].astype(np.float64)**2 * rate)  # R^T, then each axis by its variance
+    assert chosen.sum() > 300 and abs(normal.mean()) < 4 / np.sqrt(normal.size) and abs(normal.std() - 1) < 0.1
+    assert np.abs(np.corrcoef(normal.T) - np.eye(3)).max() < 0.2 and 2.5 < np.abs(normal).max() < 6
+    np.testing.assert_array_equal(moved(noise=10.0, seed=7)[0], move)
+    assert (moved(noise=10.0, seed=8)[0][chosen] != move[chosen]).any(1).all() and not moved()[0].any()
+
+
+def test_deferred_steps_do_the_same_and_report_one_step_late():
+    g, view, (rgb, depth, mask) = problem()
+    figures = lambda s: (s.n_pairs, s.n_isects, s.loss, s.l1, s.ssim, s.depth)
+    runs = []
+    for deferred in (0, 1):
+        context = Context(sh_degree=1)
+        context.append(g)
+        steps = [context.train_step(view, target_of(rgb, depth, mask), hyper_of(), deferred) for _ in range(5)]
+        runs.append((steps, context.train_step(view, target_of(rgb, depth, mask), hyper_of()), context.map_rows()))
+    (waited, last, rows), (late, late_last, late_rows) = runs
+    assert late[0].n_pairs == -1 and sum(late[2].ms) > 0
+    for a, b in zip(waited, late[1:]):
+        assert figures(a) == pytest.approx(figures(b), rel=1e-5)
+    assert figures(last) == pytest.approx(figures(late_last), rel=1e-5)
+    for name in rows:
+        np.testing.assert_allclose(rows[name], late_rows[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("switch", [dict(threads=1), dict(arena_alias=0), dict(arena_debug=1)])

@@ -16,6 +16,7 @@ template <class F> int guarded(spl_ctx* c, F&& body) {
     return SPL_OK;
   } catch (const Failure& f) {
     c->phase = SPL_PHASE_ALWAYS;
+    c->pending.any = false;
     c->error = f.text;
     return f.status;
   } catch (const std::bad_alloc&) {
@@ -38,17 +39,18 @@ static uint8_t* map_bytes(spl_ctx& c, const char* name, int64_t first, int64_t c
   return c.row<uint8_t>(r) + first * c.item_bytes(r);
 }
 
-static void describe_step(const spl_ctx& c, spl_step& out) {
-  out.n_pairs = c.counts[SPL_PAIRS] - 1;
-  out.n_isects = c.n_isects;
-  memcpy(out.ms, c.ms, sizeof c.ms);
-}
-
-static void describe_loss(const LossSums& s, const View& v, const spl_hyper& h, spl_step& out) {
-  out.l1 = s.l1 / (3.0 * std::max<int64_t>(s.shown_px, 1));
-  out.ssim = h.ssim_weight != 0 ? s.ssim / (3.0 * v.pixels()) : 0;
-  out.depth = s.depth / (double)std::max<int64_t>(s.depth_px, 1);
-  out.loss = (1 - h.ssim_weight) * out.l1 + (h.ssim_weight != 0 ? h.ssim_weight * (1 - out.ssim) : 0) + h.depth_weight * out.depth;
+// Ends the step that was just issued, or leaves it running and describes the one before.
+static void conclude(spl_ctx& c, const View& v, const spl_hyper& h, spl_step& out) {
+  const int32_t deferred = out.deferred;
+  c.pending = {true, c.counts[SPL_PAIRS] - 1, c.n_isects, v.pixels(), h.ssim_weight, h.depth_weight};
+  if (deferred) {
+    leave_phases(c);
+  } else {
+    end_phases(c);
+    settle(c);
+  }
+  out = c.finished;
+  out.deferred = deferred;
 }
 
 static void check_insert(const View& v, const spl_target& t, const spl_insert_params& p) {
@@ -116,6 +118,10 @@ int spl_create(const spl_create_params* p, spl_ctx** out) {
   return SPL_OK;
 }
 
+int spl_set_stream(spl_ctx* ctx, void* stream) {
+  return guarded(ctx, [&](spl_ctx& c) { use_stream(c, stream); });
+}
+
 void spl_destroy(spl_ctx* c) {
   if (!c) return;
   try { activate(*c); } catch (const Failure&) {}  // a broken device cannot refuse this
@@ -131,7 +137,7 @@ int spl_render(spl_ctx* ctx, const spl_view* view, const spl_image* out) {
     const View v = make_view(view, c.params.sh_degree);
     const spl_image& image = checked(out, "spl_image");
     begin_step(c);
-    forward(c, map_source(c), v);
+    forward(c, map_source(c), v, &image);
     copy_image(c, v, image);
     end_phases(c);
   });
@@ -143,7 +149,7 @@ int spl_forward(spl_ctx* ctx, const spl_gaussians* g, const spl_view* view, cons
     const View v = make_view(view, (int)g->sh_degree);
     const spl_image& image = checked(out, "spl_image");
     begin_step(c);
-    forward(c, s, v);
+    forward(c, s, v, &image);
     copy_image(c, v, image);
     end_phases(c);
   });
@@ -180,9 +186,7 @@ int spl_train_step(spl_ctx* ctx, const spl_view* view, const spl_target* target,
     loss(c, v, t, *hyper);
     raster_bwd(c, v);
     project_bwd(c, map_source(c), v, sink);
-    end_phases(c);
-    describe_loss(c.sums, v, *hyper, step);
-    describe_step(c, step);
+    conclude(c, v, *hyper, step);
     *out = step;
   });
 }
@@ -202,9 +206,8 @@ int spl_loss(spl_ctx* ctx, const spl_view* view, const spl_image* image, const s
     load_image(c, v, in);
     loss(c, v, t, *hyper);
     copy_image_grads(c, v, g);
-    end_phases(c);
-    describe_loss(c.sums, v, *hyper, step);
-    describe_step(c, step);
+    step.deferred = 0;
+    conclude(c, v, *hyper, step);
     *out = step;
   });
 }

@@ -18,15 +18,20 @@ SPL_FN bool load(const Source& s, int64_t i, Gaussian& g) {
 SPL_FN bool surely_outside(const Source& s, int64_t i, const Camera& cam, Vec3& p) {
   const float *m = s.mean + 3 * i, *k = s.scale + 3 * i;
   if (!project_center({m[0], m[1], m[2]}, cam, p)) return true;
-  const float largest = fmaxf(k[0], fmaxf(k[1], k[2]));
-  const float r = 3.34f * (s.activated ? largest : expf(largest));
-  // the box is made with the clamped Jacobian; its norm is at most f/z * sqrt(1 + tan^2)
-  const Clamp lim = jacobian_clamp(cam);
-  const float tx = fmaxf(fabsf(lim.x0), fabsf(lim.x1)), ty = fmaxf(fabsf(lim.y0), fabsf(lim.y1));
-  const float rz = 1.0f / p.z, slack = 3.34f * sqrtf(cam.blur) + 1.0f;
-  const float ex = cam.fx * rz * r * sqrtf(1 + tx * tx) + slack, ey = cam.fy * rz * r * sqrtf(1 + ty * ty) + slack;
+  const float largest = most(k[0], most(k[1], k[2]));
+  const float rz = 1.0f / p.z, size = (s.activated ? largest : expf(largest)) * rz;
+  const float ex = cam.reach_x * size + cam.slack, ey = cam.reach_y * size + cam.slack;
   const float x = cam.fx * p.x * rz + cam.cx, y = cam.fy * p.y * rz + cam.cy;
   return x + ex < 0 || x - ex > cam.width || y + ey < 0 || y - ey > cam.height;
+}
+
+// What proj.camera holds: the camera, and which channels were clamped at 0 and pass no gradient on.
+SPL_FN uint16_t camera_bits(int camera, const Screen& s) {
+  return (uint16_t)(camera | (!(s.r > 0) << SPL_DARK_SHIFT) | (!(s.g > 0) << (SPL_DARK_SHIFT + 1)) | (!(s.b_ > 0) << (SPL_DARK_SHIFT + 2)));
+}
+SPL_FN int camera_of(uint16_t bits) { return bits & ((1 << SPL_DARK_SHIFT) - 1); }
+SPL_FN Vec3 lit(uint16_t bits, const float* v) {
+  return {bits >> SPL_DARK_SHIFT & 1 ? 0.0f : v[0], bits >> (SPL_DARK_SHIFT + 1) & 1 ? 0.0f : v[1], bits >> (SPL_DARK_SHIFT + 2) & 1 ? 0.0f : v[2]};
 }
 
 // The colour of a screen row. What is not sane hits no tile.

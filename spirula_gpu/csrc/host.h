@@ -54,6 +54,9 @@ struct View {
 
 struct LossSums { double ssim, l1, depth; int64_t shown_px, depth_px; };  // over all pixels (and channels)
 
+// A training step whose end nobody has waited for: what describes it beside sums and times.
+struct Pending { bool any; int64_t n_pairs, n_isects, pixels; float ssim_weight, depth_weight; };
+
 struct Context {  // what a context of either backend owns
   spl_create_params params{};
   std::string error;
@@ -67,6 +70,8 @@ struct Context {  // what a context of either backend owns
   double ms[SPL_N_PHASES] = {};
   int64_t n_isects = 0;     // of the newest projection
   LossSums sums{};          // of the newest loss
+  Pending pending{};        // a training step that may still run ..
+  spl_step finished{sizeof(spl_step), 0, 0, -1, -1};  // .. and the newest that does not
 
   template <class T> T* row(int r) {
     return (T*)(void*)(r < SPL_N_MAP_ROWS ? map[r].base : arena.base + plan.offset[r]);
@@ -75,6 +80,21 @@ struct Context {  // what a context of either backend owns
   int64_t used_bytes(int r) const { return (r < SPL_N_MAP_ROWS ? n : counts[row_info(r, params.sh_degree).count]) * item_bytes(r); }
   int64_t budget() const { return params.budget_bytes > 0 ? params.budget_bytes : INT64_MAX; }
 };
+
+// The pending step has ended, and c.sums and c.ms are its own.
+inline void settle(Context& c) {
+  if (!c.pending.any) return;
+  const Pending& p = c.pending;
+  const LossSums& s = c.sums;
+  spl_step& o = c.finished;
+  o.n_pairs = p.n_pairs; o.n_isects = p.n_isects;
+  o.l1 = s.l1 / (3.0 * std::max<int64_t>(s.shown_px, 1));
+  o.ssim = p.ssim_weight != 0 ? s.ssim / (3.0 * p.pixels) : 0;
+  o.depth = s.depth / (double)std::max<int64_t>(s.depth_px, 1);
+  o.loss = (1 - p.ssim_weight) * o.l1 + (p.ssim_weight != 0 ? p.ssim_weight * (1 - o.ssim) : 0) + p.depth_weight * o.depth;
+  memcpy(o.ms, c.ms, sizeof c.ms);
+  c.pending.any = false;
+}
 
 // ---- memory -----------------------------------------------------------------------------------------------------------
 inline int64_t held_bytes(const Context& c) {
@@ -91,7 +111,7 @@ inline void fit_arena(Context& c, const Counts& need) {
   bool grow = c.arena.base == nullptr;
   for (int k = 0; k < SPL_N_COUNTS; ++k) {
     if (need[k] <= capacity[k]) continue;
-    const bool headroom = k == SPL_BLOCKS || k == SPL_PAIRS || k == SPL_ISECTS;
+    const bool headroom = k == SPL_BLOCKS || k == SPL_PAIRS || k == SPL_ISECTS || k == SPL_KEY_BYTES;
     capacity[k] = headroom ? need[k] + need[k] / 4 + 1024 : need[k];
     grow = true;
   }
@@ -208,7 +228,7 @@ inline Source caller_source(const spl_gaussians* given) {
 
 inline const spl_hyper& checked_hyper(const spl_hyper* given) {
   const spl_hyper& h = checked(given, "spl_hyper");
-  const float rates[] = {h.lr_mean, h.lr_quat, h.lr_log_scale, h.lr_logit_opacity, h.lr_sh0, h.lr_sh_rest, h.ssim_weight, h.depth_weight, h.opacity_reg, h.scale_reg, h.eps, h.lr_mean_final, h.lr_decay_steps};
+  const float rates[] = {h.lr_mean, h.lr_quat, h.lr_log_scale, h.lr_logit_opacity, h.lr_sh0, h.lr_sh_rest, h.ssim_weight, h.depth_weight, h.opacity_reg, h.scale_reg, h.eps, h.lr_mean_final, h.lr_decay_steps, h.noise};
   for (float r : rates) if (!(r >= 0) || !finite(r)) fail(SPL_E_ARGUMENT, "spl_hyper: a rate or weight is %g, must be >= 0 and finite", r);
   if (!(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1)) fail(SPL_E_ARGUMENT, "beta1 %g, beta2 %g: must lie in [0, 1)", h.beta1, h.beta2);
   if (h.lr_decay_steps > 0 && h.lr_mean > 0 && !(h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g cannot decay to lr_mean_final %g: it must be > 0", h.lr_mean, h.lr_mean_final);

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#define SPL_ABI_VERSION 1
+#define SPL_ABI_VERSION 2
 
 #define SPL_CONSTANTS(X)                                                                                              \
   X(SPL_TILE_PX, 16)      /* tile edge; one row of a tile is one 16-lane vector on the CPU */                        \
@@ -14,6 +14,7 @@
   X(SPL_VGRAD_FLOATS, 12) /* the gradients of those, then sum of weights, then sum of weight * pixel error */        \
   X(SPL_MAX_PX, 32767)    /* image edge */                                                                           \
   X(SPL_MAX_CAMERAS, 1024)                                                                                            \
+  X(SPL_DARK_SHIFT, 13)   /* proj.camera: index, and from this bit on one bit a channel whose colour was clamped at 0 */ \
   X(SPL_GROW_GAUSSIANS, 16384) /* the map's memory grows in multiples of this */                                     \
   X(SPL_CANARY_BYTES, 256)
 
@@ -30,13 +31,14 @@ constexpr float SPL_DEPTH_MIN = 1e-4f;  // m: a measurement below this is none
 constexpr float SPL_T_MIN = 1e-4f;  // a pixel is finished before the Gaussian that would bring its transmittance here
 
 enum Category { SPL_SPLAT, SPL_SPLAT_X_IMG, SPL_IMAGE, SPL_APPEARANCE, SPL_VIEWER, SPL_OTHER, SPL_N_CATEGORIES };
-enum Count { SPL_GAUSSIANS, SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS, SPL_TILES, SPL_BINS, SPL_CAMERAS, SPL_CALLER, SPL_N_COUNTS };
-enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PROJECT_BWD, SPL_N_PHASES, SPL_PHASE_ALWAYS = -1 };
+enum Count { SPL_GAUSSIANS, SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS, SPL_TILES, SPL_BINS, SPL_CAMERAS, SPL_CALLER, SPL_KEY_BYTES, SPL_N_COUNTS };
+enum Phase { SPL_PROJECT, SPL_ORDER, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PROJECT_BWD, SPL_N_PHASES, SPL_PHASE_ALWAYS = -1 };
 
 // BLOCKS: 128-pair blocks of cameras x Gaussians. PAIRS: visible camera-Gaussian pairs (+1). ISECTS: splat-tile pairs.
 // PIXELS and TILES (+1): of all cameras. BINS: 8-byte words of scratch for scans and sorts. CAMERAS: of the view, +1 slot of counters.
 // CALLER: floats of the Gaussians that come with a call instead of from the map (CUDA: copied to the device).
-// K = (sh_degree+1)^2 of the map. SPL_PHASE_ALWAYS rows own their bytes, the others live in the arena.
+// KEY_BYTES: tile numbers of all intersections, of 2 bytes while they fit (CUDA). D = sh_degree+1 of the map and K = D^2: the second
+// moments of SH coefficients are one per degree, the mean over its 3 (2 l + 1) squares: 176 bytes less at degree 3. SPL_PHASE_ALWAYS rows own their bytes, the others live in the arena.
 //   enum           name                  category         bytes     count          first            last              saved
 #define SPL_MAP_ROWS(X)                                                                                                     \
   X(R_MEAN,        "map.mean",            SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
@@ -53,7 +55,7 @@ enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PRO
   X(R_V_QUAT,      "adam.v.quat",         SPL_SPLAT,       16,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
   X(R_V_LOG_SCALE, "adam.v.log_scale",    SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
   X(R_V_OPACITY,   "adam.v.logit_opacity",SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_V_SH,        "adam.v.sh",           SPL_SPLAT,       12 * K,   SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
+  X(R_V_SH,        "adam.v.sh",           SPL_SPLAT,       4 * D,    SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
   X(R_STEPS,       "adam.steps",          SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
   X(R_OWNER,       "map.owner",           SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
   X(R_WEIGHT,      "stat.weight",         SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
@@ -81,20 +83,20 @@ enum Phase { SPL_PROJECT, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PRO
 // pairs sorted by depth, then their intersections by tile (the same order in half the bytes), and a row of gradients per pair.
 #ifdef SPL_CUDA
 #define SPL_BACKEND_ROWS(X)                                                                                                 \
-  X(R_CAMERAS,       "view.cameras",        SPL_OTHER,       96,       SPL_CAMERAS,   SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
+  X(R_CAMERAS,       "view.cameras",        SPL_OTHER,       120,      SPL_CAMERAS,   SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_V_CAMERAS,     "view.v_cameras",      SPL_OTHER,       48,       SPL_CAMERAS,   SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
   X(R_SCRATCH,       "view.scratch",        SPL_OTHER,       8,        SPL_BINS,      SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_CALLER,        "caller.gaussians",    SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_V_CALLER,      "caller.grads",        SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
   X(R_BOX,           "proj.box",            SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
-  X(R_COUNT,         "proj.tiles",          SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
-  X(R_DEPTH_KEY,     "proj.depth_key",      SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
-  X(R_DEPTH_KEY_ALT, "proj.depth_key_alt",  SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_BIN,         SPL_BIN,          0) \
+  X(R_COUNT,         "proj.tiles",          SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_ORDER,        0) \
+  X(R_DEPTH_KEY,     "proj.depth_key",      SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_ORDER,        0) \
+  X(R_DEPTH_KEY_ALT, "proj.depth_key_alt",  SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_ORDER,       SPL_ORDER,        0) \
   X(R_ORDER,         "proj.order",          SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_BIN,          0) \
-  X(R_ORDER_ALT,     "proj.order_alt",      SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_BIN,         SPL_BIN,          0) \
-  X(R_FIRST,         "isect.first",         SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_BIN,         SPL_BIN,          0) \
-  X(R_KEY,           "isect.tile",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0) \
-  X(R_KEY_ALT,       "isect.tile_alt",      SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0) \
+  X(R_ORDER_ALT,     "proj.order_alt",      SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_ORDER,       SPL_ORDER,        0) \
+  X(R_FIRST,         "isect.first",         SPL_SPLAT_X_IMG, 8,        SPL_PAIRS,     SPL_ORDER,       SPL_BIN,          0) \
+  X(R_KEY,           "isect.tile",          SPL_SPLAT_X_IMG, 1,        SPL_KEY_BYTES, SPL_BIN,         SPL_BIN,          0) \
+  X(R_KEY_ALT,       "isect.tile_alt",      SPL_SPLAT_X_IMG, 1,        SPL_KEY_BYTES, SPL_BIN,         SPL_BIN,          0) \
   X(R_PAIR,          "isect.pair",          SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_RASTER_BWD,   0) \
   X(R_PAIR_ALT,      "isect.pair_alt",      SPL_SPLAT_X_IMG, 4,        SPL_ISECTS,    SPL_BIN,         SPL_BIN,          0) \
   X(R_TARGET_RGB,    "target.rgb",          SPL_IMAGE,       3,        SPL_PIXELS,    SPL_LOSS,        SPL_LOSS,         0) \
@@ -130,7 +132,7 @@ struct RowInfo {
 };
 
 inline RowInfo row_info(int row, int sh_degree) {
-  const int K = (sh_degree + 1) * (sh_degree + 1);
+  const int D = sh_degree + 1, K = D * D;
   const RowInfo table[SPL_N_ROWS] = {
 #define X(id, name, category, bytes, count, first, last, saved) {name, category, bytes, count, first, last, saved},
       SPL_MAP_ROWS(X) SPL_ARENA_ROWS(X) SPL_BACKEND_ROWS(X)
@@ -140,5 +142,5 @@ inline RowInfo row_info(int row, int sh_degree) {
 }
 
 constexpr const char* SPL_CATEGORY_NAMES[] = {"splat", "splat_x_img", "image", "appearance", "viewer", "other"};
-constexpr const char* SPL_COUNT_NAMES[] = {"gaussians", "blocks", "pairs", "isects", "pixels", "tiles", "bins", "cameras", "caller"};
-constexpr const char* SPL_PHASE_NAMES[] = {"project", "bin", "raster", "loss", "raster_bwd", "project_bwd"};
+constexpr const char* SPL_COUNT_NAMES[] = {"gaussians", "blocks", "pairs", "isects", "pixels", "tiles", "bins", "cameras", "caller", "key_bytes"};
+constexpr const char* SPL_PHASE_NAMES[] = {"project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd"};

@@ -38,22 +38,28 @@ SPL_FN Mat3 mul_t(const Mat3& A, const Mat3& B) {  // A^T B
     for (int j = 0; j < 3; ++j) C.m[3 * i + j] = A.m[i] * B.m[j] + A.m[3 + i] * B.m[3 + j] + A.m[6 + i] * B.m[6 + j];
   return C;
 }
+#if defined(__CUDA_ARCH__)
+SPL_FN float least(float a, float b) { return fminf(a, b); }
+SPL_FN float most(float a, float b) { return fmaxf(a, b); }
+#else  // fminf is a call on some CPUs. The first argument is the one that may be NaN: then the second is taken.
+SPL_FN float least(float a, float b) { return a < b ? a : b; }
+SPL_FN float most(float a, float b) { return a > b ? a : b; }
+#endif
+SPL_FN float between(float x, float low, float high) { return least(most(x, low), high); }
 SPL_FN float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 SPL_FN bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }  // false for NaN and infinity
 
 // ---- camera ---------------------------------------------------------------------------------------------------------
+struct Clamp { float x0, x1, y0, y1; };  // limits of t.x/t.z and t.y/t.z inside the Jacobian: 30 % beyond the image
 struct Camera {
   Mat3 R;      // T_cam_world
   Vec3 t;
   Vec3 center; // of the camera, world
   float fx, fy, cx, cy, width, height;
   float blur, near_m;
+  Clamp clamp;
+  float reach_x, reach_y, slack;  // pixels per (radius / z) and beside it, for surely_outside
 };
-struct Clamp { float x0, x1, y0, y1; };  // limits of t.x/t.z and t.y/t.z inside the Jacobian: 30 % beyond the image
-SPL_FN Clamp jacobian_clamp(const Camera& c) {
-  const float mx = 0.15f * c.width / c.fx, my = 0.15f * c.height / c.fy;
-  return {-c.cx / c.fx - mx, (c.width - c.cx) / c.fx + mx, -c.cy / c.fy - my, (c.height - c.cy) / c.fy + my};
-}
 inline Camera make_camera(const float* viewmat, const float* K, int width, int height, float blur, float near_m) {
   Camera c;
   for (int i = 0; i < 3; ++i)
@@ -63,6 +69,13 @@ inline Camera make_camera(const float* viewmat, const float* K, int width, int h
   c.fx = K[0]; c.fy = K[4]; c.cx = K[2]; c.cy = K[5];
   c.width = (float)width; c.height = (float)height;
   c.blur = blur; c.near_m = near_m;
+  const float mx = 0.15f * c.width / c.fx, my = 0.15f * c.height / c.fy;
+  c.clamp = {-c.cx / c.fx - mx, (c.width - c.cx) / c.fx + mx, -c.cy / c.fy - my, (c.height - c.cy) / c.fy + my};
+  // the box is made with the clamped Jacobian; its norm is at most f/z * sqrt(1 + tan^2)
+  const float tx = most(fabsf(c.clamp.x0), fabsf(c.clamp.x1)), ty = most(fabsf(c.clamp.y0), fabsf(c.clamp.y1));
+  c.reach_x = 3.34f * c.fx * sqrtf(1 + tx * tx);
+  c.reach_y = 3.34f * c.fy * sqrtf(1 + ty * ty);
+  c.slack = 3.34f * sqrtf(blur) + 1.0f;
   return c;
 }
 
@@ -107,12 +120,12 @@ SPL_FN bool project_center(Vec3 mean, const Camera& cam, Vec3& p) {
 
 SPL_FN void project_covariance(const Gaussian& g, const Camera& cam, Projection& o) {
   const float rz = 1.0f / o.p.z;
-  const Clamp lim = jacobian_clamp(cam);
+  const Clamp lim = cam.clamp;
   const float ux = o.p.x * rz, uy = o.p.y * rz;
   o.clamp_x = ux < lim.x0 || ux > lim.x1;
   o.clamp_y = uy < lim.y0 || uy > lim.y1;
-  o.tx = o.p.z * fminf(fmaxf(ux, lim.x0), lim.x1);
-  o.ty = o.p.z * fminf(fmaxf(uy, lim.y0), lim.y1);
+  o.tx = o.p.z * between(ux, lim.x0, lim.x1);
+  o.ty = o.p.z * between(uy, lim.y0, lim.y1);
   o.R = rotation(g.quat);
   Mat3 M = o.R;
   for (int i = 0; i < 3; ++i) { M.m[3 * i] *= g.scale.x; M.m[3 * i + 1] *= g.scale.y; M.m[3 * i + 2] *= g.scale.z; }
@@ -138,7 +151,7 @@ SPL_FN bool project(const Gaussian& g, const Camera& cam, Screen& s, Box& box) {
   const float rz = 1.0f / o.p.z;
   s.x = cam.fx * o.p.x * rz + cam.cx;
   s.y = cam.fy * o.p.y * rz + cam.cy;
-  const float smax = fmaxf(g.scale.x, fmaxf(g.scale.y, g.scale.z));
+  const float smax = most(g.scale.x, most(g.scale.y, g.scale.z));
   if (!(smax <= 1e15f)) return false;
   project_covariance(g, cam, o);
   const float det = o.cxx * o.cyy - o.cxy * o.cxy;
@@ -146,10 +159,10 @@ SPL_FN bool project(const Gaussian& g, const Camera& cam, Screen& s, Box& box) {
   const float id = 1.0f / det;
   s.a = o.cyy * id; s.b = -o.cxy * id; s.c = o.cxx * id;
   s.opacity = g.opacity; s.depth = o.p.z;
-  const float q = cutoff(fminf(g.opacity, 1.0f)), ex = sqrtf(q * o.cxx), ey = sqrtf(q * o.cyy);
+  const float q = cutoff(least(g.opacity, 1.0f)), ex = sqrtf(q * o.cxx), ey = sqrtf(q * o.cyy);
   box = {s.x - ex, s.y - ey, s.x + ex, s.y + ey};
   if (!(finite(box.x0) && finite(box.x1) && finite(box.y0) && finite(box.y1) && finite(s.a) && finite(s.b) && finite(s.c))) return false;
-  return fminf(box.x1, cam.width) > fmaxf(box.x0, 0.0f) && fminf(box.y1, cam.height) > fmaxf(box.y0, 0.0f);
+  return least(box.x1, cam.width) > most(box.x0, 0.0f) && least(box.y1, cam.height) > most(box.y0, 0.0f);
 }
 
 struct GaussianGrad { Vec3 mean; Quat quat; Vec3 scale; float opacity; };  // d/d activated values
@@ -241,12 +254,12 @@ SPL_FN float nearest_form(const Screen& s, float x0, float y0, float x1, float y
   if (in_x && in_y) return 0;
   float best = 3.4e38f;
   if (!in_x) {
-    const float dx = ax > 0 ? ax : bx, dy = fminf(fmaxf(-s.b * dx / s.c, ay), by);
-    best = fminf(best, s.a * dx * dx + 2 * s.b * dx * dy + s.c * dy * dy);
+    const float dx = ax > 0 ? ax : bx, dy = between(-s.b * dx / s.c, ay, by);
+    best = least(s.a * dx * dx + 2 * s.b * dx * dy + s.c * dy * dy, best);
   }
   if (!in_y) {
-    const float dy = ay > 0 ? ay : by, dx = fminf(fmaxf(-s.b * dy / s.a, ax), bx);
-    best = fminf(best, s.a * dx * dx + 2 * s.b * dx * dy + s.c * dy * dy);
+    const float dy = ay > 0 ? ay : by, dx = between(-s.b * dy / s.a, ax, bx);
+    best = least(s.a * dx * dx + 2 * s.b * dx * dy + s.c * dy * dy, best);
   }
   return best;
 }
@@ -262,7 +275,7 @@ SPL_FN TileRange tile_range(const Box& b, int tiles_x, int tiles_y) {
 // The ellipse alpha >= 1/255 against the pixel centres of one tile, with a hair of slack: the rasteriser tests alpha again.
 SPL_FN bool tile_hit(const Screen& s, float q, int tx, int ty, float width, float height) {
   const float x0 = tx * (float)SPL_TILE_PX + 0.5f, y0 = ty * (float)SPL_TILE_PX + 0.5f;
-  const float x1 = fminf(x0 + SPL_TILE_PX - 1, width - 0.5f), y1 = fminf(y0 + SPL_TILE_PX - 1, height - 0.5f);
+  const float x1 = least(x0 + SPL_TILE_PX - 1, width - 0.5f), y1 = least(y0 + SPL_TILE_PX - 1, height - 0.5f);
   return nearest_form(s, x0, y0, x1, y1) <= q * 1.0001f + 1e-4f;
 }
 SPL_FN uint32_t depth_bits(float depth) {  // order-preserving for positive and negative floats
@@ -297,7 +310,7 @@ template <class F> SPL_FN void sh_basis(int degree, float x, float y, float z, F
 }
 SPL_FN Vec3 sh_direction(Vec3 mean, Vec3 center, float& inv_norm) {
   const Vec3 d = mean - center;
-  inv_norm = 1.0f / sqrtf(fmaxf(dot(d, d), 1e-24f));
+  inv_norm = 1.0f / sqrtf(most(dot(d, d), 1e-24f));
   return d * inv_norm;
 }
 SPL_FN Vec3 sh_color(int degree, const float* sh, Vec3 mean, Vec3 center) {  // before the clamp at 0; sh [K,3]
@@ -323,23 +336,59 @@ SPL_FN float clamp0(float x) { return x > 0 ? x : 0; }  // also removes NaN
 
 // ---- Adam (Kingma & Ba 2015), bias-corrected with the Gaussian's own step count ------------------------------------------
 struct AdamStep { float beta1, beta2, eps, c1, c2; };  // c1 = 1/(1-beta1^t), c2 = 1/(1-beta2^t)
-SPL_FN void adam(float& x, float& m, float& v, float g, float lr, const AdamStep& a) {
-  m = a.beta1 * m + (1 - a.beta1) * g;
-  v = a.beta2 * v + (1 - a.beta2) * g * g;
+SPL_FN float adam_quotient(float x, float v, const AdamStep& a) {  // x / (sqrt(v c2) + eps)
 #if defined(__CUDA_ARCH__)  // to 2 ulp, at a tenth of the instructions
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(v * a.c2));
-  x -= __fdividef(lr * (m * a.c1), root + a.eps);
+  return __fdividef(x, root + a.eps);
 #else
-  x -= lr * (m * a.c1) / (sqrtf(v * a.c2) + a.eps);
+  return x / (sqrtf(v * a.c2) + a.eps);
 #endif
+}
+SPL_FN void adam(float& x, float& m, float& v, float g, float lr, const AdamStep& a) {
+  m = a.beta1 * m + (1 - a.beta1) * g;
+  v = a.beta2 * v + (1 - a.beta2) * g * g;
+  x -= adam_quotient(lr * (m * a.c1), v, a);
+}
+// SH coefficients: one second moment a degree l, of the mean of its 3 (2 l + 1) squares g2. Returns what multiplies the first moments.
+SPL_FN float adam_band(float& v, float g2_sum, int l, float lr, const AdamStep& a) {
+  v = a.beta2 * v + (1 - a.beta2) * (g2_sum * (1.0f / 3.0f) / (2 * l + 1));
+  return adam_quotient(lr * a.c1, v, a);
+}
+SPL_FN void adam_in_band(float& x, float& m, float g, float rate, const AdamStep& a) {
+  m = a.beta1 * m + (1 - a.beta1) * g;
+  x -= rate * m;
+}
+SPL_FN constexpr int band_begin(int l) { return 3 * l * l; }  // the first float of degree l in [K,3]
+
+// ---- position noise (Kheradmand et al. 2024, eq. 8): covariance * normal * rate, for nearly transparent Gaussians only --------
+SPL_FN uint32_t mixed(uint32_t x) {  // lowbias32 (Wellons 2018)
+  x ^= x >> 16; x *= 0x7feb352du;
+  x ^= x >> 15; x *= 0x846ca68bu;
+  return x ^ x >> 16;
+}
+SPL_FN Vec3 normals(uint32_t seed, uint32_t gaussian, uint32_t step) {  // Box and Muller
+  const uint32_t key = mixed(seed ^ mixed(gaussian ^ mixed(step)));
+  float r[2], angle[2];
+  for (int k = 0; k < 2; ++k) {
+    r[k] = sqrtf(-2 * logf(((mixed(key + 2 * k) >> 8) + 0.5f) * (1.0f / 16777216.0f)));
+    angle[k] = 6.283185307179586f * ((mixed(key + 2 * k + 1) >> 8) * (1.0f / 16777216.0f));
+  }
+  return {r[0] * cosf(angle[0]), r[0] * sinf(angle[0]), r[1] * cosf(angle[1])};
+}
+SPL_FN bool noisy(float opacity) { return opacity < 0.15f; }  // beyond it the factor below is under 1e-6
+SPL_FN Vec3 position_noise(const Gaussian& g, float rate, uint32_t seed, uint32_t gaussian, uint32_t step) {
+  const Mat3 R = rotation(g.quat);
+  Vec3 n = mul_t(R, normals(seed, gaussian, step));
+  n = {n.x * g.scale.x * g.scale.x, n.y * g.scale.y * g.scale.y, n.z * g.scale.z * g.scale.z};
+  return mul(R, n) * (rate * sigmoid(-100.0f * (g.opacity - 0.005f)));
 }
 
 // ---- relocation: opacity and scales of a Gaussian that is drawn `times` times in place of once ----------------------------
 // (Kheradmand et al. 2024, 3DGS as Markov Chain Monte Carlo, eq. 9; more than 51 copies count as 51)
 SPL_FN void relocate(float& logit_opacity, float* log_scale, int times, float min_opacity) {
   const int n = times < 51 ? times : 51;
-  const float opaque = fminf(sigmoid(logit_opacity), 0.999f);
+  const float opaque = least(sigmoid(logit_opacity), 0.999f);
   const double o = opaque, p = 1 - pow(1 - o, 1.0 / n);
   double sum = 0;
   for (int i = 1; i <= n; ++i) {
@@ -350,7 +399,7 @@ SPL_FN void relocate(float& logit_opacity, float* log_scale, int times, float mi
       power *= p;
     }
   }
-  const float opacity = fmaxf((float)p, min_opacity), shift = logf((float)(o / sum));
+  const float opacity = most((float)p, min_opacity), shift = logf((float)(o / sum));
   logit_opacity = logf(opacity / (1 - opacity));
   for (int k = 0; k < 3; ++k) log_scale[k] += shift;
 }

@@ -10,18 +10,20 @@ void close_context(spl_ctx&);
 void activate(spl_ctx&);                           // at the start of every call: the device of this thread
 void begin_phase(spl_ctx&, int phase);             // timing; in debug: canaries and poison
 void end_phases(spl_ctx&);                         // all work of the call is done when this returns
-void begin_step(spl_ctx&);                         // clears the timings
+void leave_phases(spl_ctx&);                       // it may run on: the next call's project(), or end_phases(), ends it
+void begin_step(spl_ctx&);                         // new timings
+void use_stream(spl_ctx&, void* stream);
 
 // the pipeline
 void project(spl_ctx&, const Source&, const View&);            // mask, compact, tile counts; may re-plan the arena
 void bin(spl_ctx&, const View&);                               // the pairs of each tile, front to back
-void raster(spl_ctx&, const View&);                            // rgb, depth, T, last
+void raster(spl_ctx&, const View&, const spl_image* direct);   // rgb, depth, T, last; or straight into the arrays of `direct` that are on the device
 void loss(spl_ctx&, const View&, const spl_target&, const spl_hyper&);  // of the rows raster.*; leaves v_rgb, v_depth, v_alpha, and c.sums at end_phases
 void raster_bwd(spl_ctx&, const View&);                        // gradients of the screen rows
 void project_bwd(spl_ctx&, const Source&, const View&, const Sink&);
 
 // images in and out
-void copy_image(spl_ctx&, const View&, const spl_image& out);                // of the rows raster.*
+void copy_image(spl_ctx&, const View&, const spl_image& out);                // of the rows raster.*, what raster() has not written there
 void copy_image_grads(spl_ctx&, const View&, const spl_image& out);          // of the rows loss.v_*
 void load_image(spl_ctx&, const View&, const spl_image& in);                 // into the rows raster.*
 void load_image_grads(spl_ctx&, const View&, const spl_image& v_image);      // into the rows loss.v_*
@@ -37,10 +39,10 @@ void* readable(spl_ctx&, int row, int64_t bytes);                            // 
 // Adds what the rendered rows lack of the target; returns how many.
 int64_t insert(spl_ctx&, const View&, const spl_target&, const spl_insert_params&);
 
-inline void forward(spl_ctx& c, const Source& g, const View& v) {
+inline void forward(spl_ctx& c, const Source& g, const View& v, const spl_image* direct = nullptr) {
   project(c, g, v);
   bin(c, v);
-  raster(c, v);
+  raster(c, v, direct);
 }
 
 }  // namespace spl

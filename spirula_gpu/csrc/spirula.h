@@ -6,7 +6,8 @@
  *
  * POINTERS are host pointers. The CUDA library also takes device pointers of the context's device for every array of
  * Gaussians, gradients, images and targets (not for the view), and reads targets and Gaussians there without a copy.
- * What the caller's streams write there must be finished before the call; when it returns, all its work is done.
+ * What other streams than the context's write there must be finished before the call; when it returns, all its work is
+ * done, but for a deferred training step, whose device arrays must stay as they are until the next call has returned.
  * Arrays are C-contiguous, lengths in [..].
  *
  * A COMPLETE EXAMPLE
@@ -61,6 +62,7 @@ SPL_API const char* spl_backend(void);               /* "cpu" or "cuda" */
 SPL_API int64_t spl_constant(const char* name);      /* any constant of layout.h or sizeof a struct; INT64_MIN: unknown */
 SPL_API int spl_create(const spl_create_params*, spl_ctx** out);
 SPL_API void spl_destroy(spl_ctx*);
+SPL_API int spl_set_stream(spl_ctx*, void* cuda_stream); /* CUDA: work goes there from now on; NULL: the context's own; the legacy default stream is (void*)1 */
 SPL_API const char* spl_error(const spl_ctx*);       /* NULL: the last failed spl_create of this thread */
 
 /* ---- memory: the one table of buffers (layout.h) ------------------------------------------------------------------ */
@@ -129,8 +131,10 @@ typedef struct {
 
 typedef struct {
   int64_t struct_size;
+  int32_t deferred;          /* in: 1 = the step may still run when the call returns, and the rest describes the training step */
+  int32_t reserved;          /* before (n_pairs -1: there was none). Its error, if any, comes with the next call */
   int64_t n_pairs, n_isects; /* visible camera-Gaussian pairs; splat-tile intersections */
-  double loss, l1, ssim, depth, alpha;
+  double loss, l1, ssim, depth; /* loss without the two regularisers */
   double ms[8];              /* per phase of layout.h */
 } spl_step;
 
@@ -155,6 +159,8 @@ typedef struct {
   float ssim_weight;    /* loss = (1-w) L1 + w (1-SSIM) */
   float depth_weight;   /* + w * mean |depth - alpha d| / d over known depths */
   float opacity_reg, scale_reg; /* + reg * sigmoid(o), + reg * scale / (z of the nearest pair), visible Gaussians only */
+  float noise;          /* nearly transparent visible Gaussians move by covariance * normal * lr_mean * noise (Kheradmand et al. 2024, eq. 8) */
+  uint32_t seed;        /* of that noise */
 } spl_hyper;
 
 SPL_API int spl_train_step(spl_ctx*, const spl_view*, const spl_target*, const spl_hyper*, spl_step* out);

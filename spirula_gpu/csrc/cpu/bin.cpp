@@ -1,5 +1,6 @@
 // bin.cpp: splat-tile intersections as 64-bit keys (tile << 32 | depth), radix sort over the bits in use, tile ranges.
 #include "context.h"
+#include "../gaussian.h"
 #include <cstring>
 #include <omp.h>
 
@@ -13,7 +14,7 @@ struct Keys { uint64_t* key; uint32_t *slot, *pair; uint64_t any, all; };  // an
 // is left out (it costs pixels, not memory), and what is missing is filled with a tile behind the last one.
 SPL_HOT static void write_pair(const Screen& s, Box16 box, const View& v, int64_t first_tile, uint32_t p, int64_t at, int64_t end, Keys& k) {
   const TileRange r = tile_range(decode_box(box, (float)v.width, (float)v.height), v.tiles_x, v.tiles_y);
-  const float q = cutoff(fminf(s.opacity, 1.0f));
+  const float q = cutoff(least(s.opacity, 1.0f));
   const uint64_t depth = depth_bits(s.depth);
   auto put = [&](uint64_t key) {
     k.key[at] = key; k.slot[at] = (uint32_t)at; k.pair[at] = p;
@@ -37,7 +38,7 @@ static void write_keys(spl_ctx& c, const View& v, uint64_t* key, uint32_t* slot,
   {
     Keys k = {key, slot, c.row<uint32_t>(R_PAIR), 0, ~0ull};
 #pragma omp for schedule(static)
-    for (int64_t p = 0; p < nnz; ++p) write_pair(screen[p], box[p], v, camera[p] * per_camera, (uint32_t)p, first[p], std::min(first[p + 1], room), k);
+    for (int64_t p = 0; p < nnz; ++p) write_pair(screen[p], box[p], v, camera_of(camera[p]) * per_camera, (uint32_t)p, first[p], std::min(first[p + 1], room), k);
     or_bits |= k.any; and_bits &= k.all;
   }
   any = or_bits; all = and_bits;

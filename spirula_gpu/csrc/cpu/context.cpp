@@ -63,7 +63,13 @@ void begin_phase(spl_ctx& c, int phase) {
   c.phase_began = now_ms();
 }
 
-void begin_step(spl_ctx& c) { memset(c.ms, 0, sizeof c.ms); }
+void begin_step(spl_ctx& c) {
+  settle(c);
+  memset(c.ms, 0, sizeof c.ms);
+}
+
+void leave_phases(spl_ctx& c) { end_phases(c); }
+void use_stream(spl_ctx&, void*) {}
 
 void end_phases(spl_ctx& c) {
   if (c.phase != SPL_PHASE_ALWAYS) c.ms[c.phase] += now_ms() - c.phase_began;

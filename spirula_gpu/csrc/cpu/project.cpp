@@ -11,12 +11,12 @@ namespace spl {
 SPL_HOT static void mask_block(const Source& s, const View& v, int64_t block, uint32_t* words, int64_t* count) {
   uint32_t bits[SPL_MASK_WORDS] = {};
   int64_t total = 0;
-  const int64_t pairs = s.n * v.n_cameras;
-  for (int lane = 0; lane < SPL_MASK_BLOCK; ++lane) {
-    const int64_t p = block * SPL_MASK_BLOCK + lane;
-    if (p >= pairs) break;
-    const int64_t gi = p / v.n_cameras;
-    const Camera& cam = v.cameras[p - gi * v.n_cameras];
+  const int64_t first = block * SPL_MASK_BLOCK, lanes = std::min<int64_t>(SPL_MASK_BLOCK, s.n * v.n_cameras - first);
+  int64_t gi = first / v.n_cameras;
+  int ci = (int)(first - gi * v.n_cameras) - 1;
+  for (int lane = 0; lane < lanes; ++lane) {
+    if (++ci == v.n_cameras) { ci = 0; ++gi; }
+    const Camera& cam = v.cameras[ci];
     Vec3 center;
     Gaussian g;
     Screen screen;
@@ -31,7 +31,7 @@ SPL_HOT static void mask_block(const Source& s, const View& v, int64_t block, ui
 
 static SPL_FN int64_t count_tiles(const Screen& s, const Box& b, const View& v) {
   const TileRange r = tile_range(b, v.tiles_x, v.tiles_y);
-  const float q = cutoff(fminf(s.opacity, 1.0f));
+  const float q = cutoff(least(s.opacity, 1.0f));
   int64_t n = 0;
   for (int ty = r.y0; ty < r.y1; ++ty)
     for (int tx = r.x0; tx < r.x1; ++tx) n += tile_hit(s, q, tx, ty, (float)v.width, (float)v.height);
@@ -53,7 +53,7 @@ SPL_HOT static void compact_block(const Source& s, const View& v, int64_t block,
     paint(s.direct_rgb ? Vec3{s.sh[3 * gi], s.sh[3 * gi + 1], s.sh[3 * gi + 2]} : sh_color(v.sh_degree, s.sh + gi * s.sh_floats, g.mean, cam.center), s.direct_rgb, screen);
     const Box16 q = encode_box(box, cam.width, cam.height);
     out.gaussian[slot] = (uint32_t)gi;
-    out.camera[slot] = (uint16_t)ci;
+    out.camera[slot] = camera_bits((int)ci, screen);
     out.screen[slot] = screen;
     out.box[slot] = q;
     out.tiles[slot] = count_tiles(screen, decode_box(q, cam.width, cam.height), v);

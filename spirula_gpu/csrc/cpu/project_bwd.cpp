@@ -5,6 +5,7 @@
 #include "../gaussian.h"
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 namespace spl {
 
@@ -39,9 +40,9 @@ static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64
   const int64_t gi = w.gaussian[begin];
   const float* sh = w.s.sh + gi * w.s.sh_floats;
   for (int64_t p = begin; p < end; ++p) {
-    const int ci = w.camera[p];
+    const int ci = camera_of(w.camera[p]);
     const Camera& cam = w.v.cameras[ci];
-    t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
+    t.nearest_z = least(dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z, t.nearest_z);
     if (w.first[p] == w.first[p + 1]) continue;  // its box holds no pixel centre that it reaches
     float v[SPL_VGRAD_FLOATS];
     add_slots(w, p, v);
@@ -54,9 +55,7 @@ static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64
       if (v_cam && all_finite(by_camera)) add(v_cam[ci], by_camera);
       continue;
     }
-    const Vec3 color = sh_color(w.v.sh_degree, sh, g.mean, cam.center);
-    const Vec3 vc = {color.x > 0 ? v[7] : 0, color.y > 0 ? v[8] : 0, color.z > 0 ? v[9] : 0};
-    const Vec3 vm = sh_color_bwd(w.v.sh_degree, sh, g.mean, cam.center, vc, t.sh);
+    const Vec3 vm = sh_color_bwd(w.v.sh_degree, sh, g.mean, cam.center, lit(w.camera[p], v + 7), t.sh);
     t.g.mean = t.g.mean + vm;
     if (!v_cam) continue;
     // camera centre = -R^T t: dL/dcentre = -vm
@@ -68,14 +67,12 @@ static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64
   }
 }
 
-static SPL_FN bool all_finite(const Total& t, int sh_floats) {
-  float sum = t.g.mean.x + t.g.mean.y + t.g.mean.z + t.g.quat.w + t.g.quat.x + t.g.quat.y + t.g.quat.z + t.g.scale.x + t.g.scale.y + t.g.scale.z + t.g.opacity;
-  for (int k = 0; k < sh_floats; ++k) sum += t.sh[k];
-  return finite(sum);
+static SPL_FN bool all_finite(const GaussianGrad& g) {
+  return finite(g.mean.x + g.mean.y + g.mean.z + g.quat.w + g.quat.x + g.quat.y + g.quat.z + g.scale.x + g.scale.y + g.scale.z + g.opacity);
 }
 
 static SPL_FN void write_grads(const Work& w, int64_t gi, const Gaussian& g, const Total& t) {
-  if (!all_finite(t, w.s.sh_floats)) return;  // stays 0, as cleared
+  if (!all_finite(t.g) || !finite(std::accumulate(t.sh, t.sh + w.s.sh_floats, 0.0f))) return;  // stays 0, as cleared
   const spl_gaussian_grads& o = w.sink.grads;
   const float ds[3] = {w.s.activated ? 1 : g.scale.x, w.s.activated ? 1 : g.scale.y, w.s.activated ? 1 : g.scale.z};
   const float mean[3] = {t.g.mean.x, t.g.mean.y, t.g.mean.z}, scale[3] = {t.g.scale.x * ds[0], t.g.scale.y * ds[1], t.g.scale.z * ds[2]};
@@ -97,12 +94,17 @@ static SPL_FN AdamStep adam_step(const spl_ctx& c, const spl_hyper& h, int steps
 static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Total& t) {
   spl_ctx& c = w.c;
   const spl_hyper& h = *w.sink.hyper;
-  c.row<float>(R_WEIGHT)[gi] = fmaxf(c.row<float>(R_WEIGHT)[gi], t.weight);
+  c.row<float>(R_WEIGHT)[gi] = most(t.weight, c.row<float>(R_WEIGHT)[gi]);
   c.row<float>(R_ERROR)[gi] = t.weight > 1e-6f ? 0.8f * c.row<float>(R_ERROR)[gi] + 0.2f * t.error : c.row<float>(R_ERROR)[gi];
-  if (!all_finite(t, w.s.sh_floats)) return;  // a non-finite gradient must not poison the moments
+  float squares[4];  // of the SH gradients, by degree
+  for (int l = 0; l <= w.v.sh_degree; ++l) {
+    squares[l] = 0;
+    for (int i = band_begin(l); i < band_begin(l + 1); ++i) squares[l] += t.sh[i] * t.sh[i];
+  }
+  if (!all_finite(t.g) || !finite(std::accumulate(squares, squares + w.v.sh_degree + 1, 0.0f))) return;  // it would poison the moments
   const float share = 1.0f / (float)w.nnz;
   t.g.opacity += h.opacity_reg * share;
-  const float reg = h.scale_reg * share / fmaxf(t.nearest_z, 1e-3f);
+  const float reg = h.scale_reg * share / most(t.nearest_z, 1e-3f);
   t.g.scale = t.g.scale + Vec3{reg, reg, reg};
   int32_t& steps = c.row<int32_t>(R_STEPS)[gi];
   const AdamStep a = adam_step(c, h, ++steps);
@@ -113,17 +115,22 @@ static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Tot
   const float mean[3] = {t.g.mean.x, t.g.mean.y, t.g.mean.z}, quat[4] = {t.g.quat.w, t.g.quat.x, t.g.quat.y, t.g.quat.z};
   const float scale[3] = {t.g.scale.x * g.scale.x, t.g.scale.y * g.scale.y, t.g.scale.z * g.scale.z};
   const float opacity = t.g.opacity * g.opacity * (1 - g.opacity);
-  const float age = h.lr_decay_steps > 0 ? fminf(steps / h.lr_decay_steps, 1.0f) : 0.0f;
+  const float age = h.lr_decay_steps > 0 ? least(steps / h.lr_decay_steps, 1.0f) : 0.0f;
   const float lr_mean = age > 0 && h.lr_mean > 0 ? h.lr_mean * powf(h.lr_mean_final / h.lr_mean, age) : h.lr_mean;
   update(R_MEAN, R_M_MEAN, R_V_MEAN, 3, mean, lr_mean);
   update(R_QUAT, R_M_QUAT, R_V_QUAT, 4, quat, h.lr_quat);
   update(R_LOG_SCALE, R_M_LOG_SCALE, R_V_LOG_SCALE, 3, scale, h.lr_log_scale);
   update(R_OPACITY, R_M_OPACITY, R_V_OPACITY, 1, &opacity, h.lr_logit_opacity);
-  float *x = c.row<float>(R_SH) + gi * w.s.sh_floats, *m = c.row<float>(R_M_SH) + gi * w.s.sh_floats, *v = c.row<float>(R_V_SH) + gi * w.s.sh_floats;
-  const int active = 3 * (w.v.sh_degree + 1) * (w.v.sh_degree + 1);
-  for (int i = 0; i < 3; ++i) adam(x[i], m[i], v[i], t.sh[i], h.lr_sh0, a);
+  float *x = c.row<float>(R_SH) + gi * w.s.sh_floats, *m = c.row<float>(R_M_SH) + gi * w.s.sh_floats, *v = c.row<float>(R_V_SH) + gi * (c.params.sh_degree + 1);
+  for (int l = 0; l <= w.v.sh_degree; ++l) {
+    const float rate = adam_band(v[l], squares[l], l, l ? h.lr_sh_rest : h.lr_sh0, a);
 #pragma GCC ivdep
-  for (int i = 3; i < active; ++i) adam(x[i], m[i], v[i], t.sh[i], h.lr_sh_rest, a);
+    for (int i = band_begin(l); i < band_begin(l + 1); ++i) adam_in_band(x[i], m[i], t.sh[i], rate, a);
+  }
+  if (!(h.noise > 0) || !noisy(g.opacity)) return;
+  const Vec3 noise = position_noise(g, h.noise * lr_mean, h.seed, (uint32_t)gi, (uint32_t)steps);
+  float* moved = c.row<float>(R_MEAN) + 3 * gi;
+  moved[0] += noise.x; moved[1] += noise.y; moved[2] += noise.z;
 }
 
 // Pairs [begin, end), which start and end at Gaussian boundaries.

@@ -139,7 +139,7 @@ static void store_tile(const View& v, const Rows& rows, const Tile& t, const Ble
   }
 }
 
-void raster(spl_ctx& c, const View& v) {
+void raster(spl_ctx& c, const View& v, const spl_image*) {
   begin_phase(c, SPL_RASTER);
   const Rows rows = rows_of(c);
   const int64_t tiles = v.tiles();

@@ -2,6 +2,7 @@
 // that order, and a stable sort by tile alone follows. The order is that of 64-bit keys (tile << 32 | depth), ties by
 // pair, but the many intersections are sorted by the few bits of a tile number instead of 32 more of depth.
 #include "context.h"
+#include "../gaussian.h"
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 #include "select.cuh"
@@ -16,12 +17,15 @@ struct Any {
 int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
   size_t most = 0, bytes = 0;
   cub::DoubleBuffer<uint32_t> keys, values;
+  cub::DoubleBuffer<uint16_t> short_keys;
   for (int64_t n : {blocks, pairs, pixels}) {
     check(cub::DeviceScan::ExclusiveSum(nullptr, bytes, (int64_t*)nullptr, (int64_t*)nullptr, n), "sizing a scan");
     most = std::max(most, bytes);
   }
   for (int64_t n : {pairs, isects}) {
     check(cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, values, n, 0, 32), "sizing a sort");
+    most = std::max(most, bytes);
+    check(cub::DeviceRadixSort::SortPairs(nullptr, bytes, short_keys, values, n, 0, 16), "sizing a sort");
     most = std::max(most, bytes);
   }
   check(cub::DeviceSelect::If(nullptr, bytes, thrust::counting_iterator<uint32_t>(0), (uint32_t*)nullptr, (int64_t*)nullptr, pairs, Any{}), "sizing a selection");
@@ -33,7 +37,7 @@ int64_t scan(spl_ctx& c, int64_t* a, int64_t n) {
   return n;
 }
 
-static void sort(spl_ctx& c, cub::DoubleBuffer<uint32_t>& keys, cub::DoubleBuffer<uint32_t>& values, int64_t n, int bits) {
+template <class Key> static void sort(spl_ctx& c, cub::DoubleBuffer<Key>& keys, cub::DoubleBuffer<uint32_t>& values, int64_t n, int bits) {
   with_scratch(c, "sort", [&](void* temp, size_t& bytes) { return cub::DeviceRadixSort::SortPairs(temp, bytes, keys, values, n, 0, bits, c.stream); });
 }
 
@@ -42,7 +46,7 @@ __global__ void gather_counts_kernel(const uint32_t* order, const uint32_t* tile
   if (i <= nnz) first[i] = i < nnz ? tiles[order[i]] : 0;
 }
 
-struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; uint32_t *key, *pair; int64_t nnz; };
+template <class Key> struct KeyRows { const Screen* screen; const Box16* box; const uint16_t* camera; const uint32_t* order; const int64_t* first; Key* key; uint32_t* pair; int64_t nnz; };
 
 constexpr int KEYS_PER_WARP = 512;
 
@@ -60,14 +64,14 @@ __device__ __forceinline__ int64_t search(const int64_t* first, int64_t n, int64
 }
 
 // The intersections of 32 pairs, which follow each other, as far as they fall into [low, high).
-__device__ __forceinline__ void write_pairs(const Dims& v, const KeyRows& rows, int64_t begin, int64_t low, int64_t high) {
+template <class Key> __device__ __forceinline__ void write_pairs(const Dims& v, const KeyRows<Key>& rows, int64_t begin, int64_t low, int64_t high) {
   Reach reach{};
   uint32_t pair = 0;
   int first_tile = 0;
   if (begin + lane_id() < rows.nnz) {
     pair = rows.order[begin + lane_id()];
     reach = reach_of(rows.screen[pair], rows.box[pair], v);
-    first_tile = v.n_cameras == 1 ? 0 : rows.camera[pair] * v.tiles_x * v.tiles_y;
+    first_tile = v.n_cameras == 1 ? 0 : camera_of(rows.camera[pair]) * v.tiles_x * v.tiles_y;
   }
   int64_t at = rows.first[begin];
   high = min(high, rows.first[min(begin + 32, rows.nnz)]);
@@ -80,7 +84,7 @@ __device__ __forceinline__ void write_pairs(const Dims& v, const KeyRows& rows, 
       const int k = base + lane_id(), from = owner_of(k, ends), begins = __shfl_sync(ALL_LANES, ends - columns.count, from);
       const uint32_t key = (uint32_t)(__shfl_sync(ALL_LANES, tile, from) + k - begins), key_pair = __shfl_sync(ALL_LANES, of, from);
       if (k >= stop) continue;
-      rows.key[at + k] = key;
+      rows.key[at + k] = (Key)key;
       rows.pair[at + k] = key_pair;
     }
     at += total;
@@ -88,19 +92,19 @@ __device__ __forceinline__ void write_pairs(const Dims& v, const KeyRows& rows, 
   });
   // Counting and writing may round differently: what did not fit is left out, what is missing gets a tile behind the last one.
   for (int64_t k = max(at, low) + lane_id(); k < high; k += 32) {
-    rows.key[k] = (uint32_t)v.n_cameras * v.tiles_x * v.tiles_y;
+    rows.key[k] = (Key)((uint32_t)v.n_cameras * v.tiles_x * v.tiles_y);
     rows.pair[k] = 0;
   }
 }
 
 // A warp makes KEYS_PER_WARP intersections, of one pair or of hundreds: near splats, which cover many tiles, follow each other.
-__global__ void __launch_bounds__(128) keys_kernel(Dims v, KeyRows rows, int64_t n) {
+template <class Key> __global__ void __launch_bounds__(128) keys_kernel(Dims v, KeyRows<Key> rows, int64_t n) {
   const int64_t low = thread_id() / 32 * KEYS_PER_WARP, high = min(low + KEYS_PER_WARP, n);
   if (low >= n) return;
   for (int64_t begin = search(rows.first, rows.nnz, low); begin < rows.nnz && rows.first[begin] < high; begin += 32) write_pairs(v, rows, begin, low, high);
 }
 
-__global__ void tile_ranges_kernel(const uint32_t* key, int64_t n, int64_t tiles, int64_t* start) {
+template <class Key> __global__ void tile_ranges_kernel(const Key* key, int64_t n, int64_t tiles, int64_t* start) {
   const int64_t i = thread_id();
   if (i >= n) return;
   const int64_t tile = key[i];
@@ -108,37 +112,42 @@ __global__ void tile_ranges_kernel(const uint32_t* key, int64_t n, int64_t tiles
   if (i == n - 1) for (int64_t t = tile + 1; t <= tiles; ++t) start[t] = n;
 }
 
-// first[i]: where the intersections of the i-th nearest pair begin. Returns the order, nearest first.
-static const uint32_t* sort_by_depth(spl_ctx& c, int64_t nnz) {
+// Sorts the pairs, nearest first, into proj.order; first[i]: where the intersections of the i-th begin.
+static void sort_by_depth(spl_ctx& c, int64_t nnz) {
   cub::DoubleBuffer<uint32_t> keys(c.row<uint32_t>(R_DEPTH_KEY), c.row<uint32_t>(R_DEPTH_KEY_ALT)), order(c.row<uint32_t>(R_ORDER), c.row<uint32_t>(R_ORDER_ALT));
   sort(c, keys, order, nnz, 32);
-  gather_counts_kernel<<<blocks_for(nnz + 1, 256), 256, 0, c.stream>>>(order.Current(), c.row<uint32_t>(R_COUNT), nnz, c.row<int64_t>(R_FIRST));
+  if (order.selector != 0) check(cudaMemcpyAsync(c.row<uint32_t>(R_ORDER), order.Current(), nnz * 4, cudaMemcpyDeviceToDevice, c.stream), "copying the order");
+  gather_counts_kernel<<<blocks_for(nnz + 1, 256), 256, 0, c.stream>>>(c.row<uint32_t>(R_ORDER), c.row<uint32_t>(R_COUNT), nnz, c.row<int64_t>(R_FIRST));
   launched("gather_counts_kernel");
   scan(c, c.row<int64_t>(R_FIRST), nnz + 1);
-  return order.Current();
 }
 
-void bin(spl_ctx& c, const View& v) {
-  begin_phase(c, SPL_BIN);
-  const int64_t nnz = c.counts[SPL_PAIRS] - 1, n = c.n_isects, tiles = v.tiles();
-  int64_t* start = c.row<int64_t>(R_TILE_START);
-  if (!n) return check(cudaMemsetAsync(start, 0, (tiles + 1) * 8, c.stream), "clearing tiles");
-  const uint32_t* order = sort_by_depth(c, nnz);
-  const int from = c.sort_from_alt;
-  cub::DoubleBuffer<uint32_t> keys(c.row<uint32_t>(R_KEY), c.row<uint32_t>(R_KEY_ALT)), pairs(c.row<uint32_t>(R_PAIR), c.row<uint32_t>(R_PAIR_ALT));
-  keys.selector = pairs.selector = from;
-  keys_kernel<<<blocks_for((n + KEYS_PER_WARP - 1) / KEYS_PER_WARP * 32, 128), 128, 0, c.stream>>>(dims_of(v), {c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<uint16_t>(R_CAMERA), order,
-                                                           c.row<int64_t>(R_FIRST), keys.Current(), pairs.Current(), nnz}, n);
+// The intersections in the order of their pairs, then by tile.
+template <class Key> static void sort_by_tile(spl_ctx& c, const View& v, int64_t nnz, int64_t n) {
+  cub::DoubleBuffer<Key> keys(c.row<Key>(R_KEY), c.row<Key>(R_KEY_ALT));
+  cub::DoubleBuffer<uint32_t> pairs(c.row<uint32_t>(R_PAIR), c.row<uint32_t>(R_PAIR_ALT));
+  keys.selector = pairs.selector = c.sort_from_alt;
+  const KeyRows<Key> rows = {c.row<Screen>(R_SCREEN), c.row<Box16>(R_BOX), c.row<uint16_t>(R_CAMERA), c.row<uint32_t>(R_ORDER), c.row<int64_t>(R_FIRST), keys.Current(), pairs.Current(), nnz};
+  keys_kernel<<<blocks_for((n + KEYS_PER_WARP - 1) / KEYS_PER_WARP * 32, 128), 128, 0, c.stream>>>(dims_of(v), rows, n);
   launched("keys_kernel");
   int bits = 1;
-  while (bits < 32 && tiles >> bits) ++bits;
+  while (bits < 32 && v.tiles() >> bits) ++bits;
   sort(c, keys, pairs, n, bits);
   if (pairs.selector != 0) {  // it should end in isect.pair: copy this time, start from the other side next time
     check(cudaMemcpyAsync(c.row<uint32_t>(R_PAIR), pairs.Current(), n * 4, cudaMemcpyDeviceToDevice, c.stream), "copying pairs");
     c.sort_from_alt = !c.sort_from_alt;
   }
-  tile_ranges_kernel<<<blocks_for(n, 256), 256, 0, c.stream>>>(keys.Current(), n, tiles, start);
+  tile_ranges_kernel<<<blocks_for(n, 256), 256, 0, c.stream>>>(keys.Current(), n, v.tiles(), c.row<int64_t>(R_TILE_START));
   launched("tile_ranges_kernel");
+}
+
+void bin(spl_ctx& c, const View& v) {
+  const int64_t nnz = c.counts[SPL_PAIRS] - 1, n = c.n_isects;
+  begin_phase(c, SPL_ORDER);
+  if (n) sort_by_depth(c, nnz);
+  begin_phase(c, SPL_BIN);
+  if (!n) return check(cudaMemsetAsync(c.row<void>(R_TILE_START), 0, (v.tiles() + 1) * 8, c.stream), "clearing tiles");
+  if (key_bytes(v) == 2) sort_by_tile<uint16_t>(c, v, nnz, n); else sort_by_tile<uint32_t>(c, v, nnz, n);
 }
 
 }  // namespace spl

@@ -189,16 +189,17 @@ static void check_device(int device) {
 
 void open_context(spl_ctx& c) {
   check_device(c.params.device);
-  check(cudaStreamCreateWithFlags(&c.stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  for (cudaEvent_t& e : c.events) check(cudaEventCreate(&e), "cudaEventCreate");
+  check(cudaStreamCreateWithFlags(&c.own_stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  c.stream = c.own_stream;
+  for (Times& t : c.times) for (cudaEvent_t& e : t.event) check(cudaEventCreate(&e), "cudaEventCreate");
   check(cudaHostAlloc((void**)&c.readback, sizeof(Readback), cudaHostAllocDefault), "pinned memory");
 }
 
 void close_context(spl_ctx& c) {
   cudaFreeHost(c.staging);
   cudaFreeHost(c.readback);
-  for (cudaEvent_t e : c.events) if (e) cudaEventDestroy(e);
-  if (c.stream) cudaStreamDestroy(c.stream);
+  for (Times& t : c.times) for (cudaEvent_t e : t.event) if (e) cudaEventDestroy(e);
+  if (c.own_stream) cudaStreamDestroy(c.own_stream);
   cudaGetLastError();
 }
 
@@ -207,8 +208,16 @@ void activate(spl_ctx& c) {
   check(cudaSetDevice(c.params.device), "cudaSetDevice");
 }
 
+void use_stream(spl_ctx& c, void* stream) {
+  cudaStream_t s = stream ? (cudaStream_t)stream : c.own_stream;
+  if (s == c.stream) return;
+  check(cudaStreamSynchronize(c.stream), "leaving a stream");
+  c.stream = s;
+}
+
 // ---- copies -------------------------------------------------------------------------------------------------------------------
 bool on_device(const void* p) {
+  if (!p) return false;
   cudaPointerAttributes a;
   if (cudaPointerGetAttributes(&a, p) != cudaSuccess) { cudaGetLastError(); return false; }
   return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
@@ -253,9 +262,30 @@ void* readable(spl_ctx& c, int row, int64_t bytes) {
 
 // ---- phases -------------------------------------------------------------------------------------------------------------------
 static void mark(spl_ctx& c, int phase) {
-  if (c.n_events == spl_ctx::MAX_EVENTS) return;
-  c.event_phase[c.n_events] = phase;
-  check(cudaEventRecord(c.events[c.n_events++], c.stream), "cudaEventRecord");
+  Times& t = c.times[c.now];
+  if (t.n == Times::MARKS) return;
+  t.phase[t.n] = phase;
+  check(cudaEventRecord(t.event[t.n++], c.stream), "cudaEventRecord");
+}
+
+// Sums and times of a step that has ended.
+static void read_back(spl_ctx& c, const Times& t) {
+  memset(c.ms, 0, sizeof c.ms);
+  for (int i = 0; i + 1 < t.n; ++i) {
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, t.event[i], t.event[i + 1]), "cudaEventElapsedTime");
+    if (t.phase[i] != SPL_PHASE_ALWAYS) c.ms[t.phase[i]] += ms;
+  }
+  const Readback& r = *c.readback;
+  c.sums = {r.sums[0], r.sums[1], r.sums[2], (int64_t)r.lost.shown_px, (int64_t)r.lost.depth_px};
+}
+
+void wait(spl_ctx& c, const char* what) {
+  check(cudaStreamSynchronize(c.stream), what);
+  c.staging_used = 0;
+  if (!c.pending.any) return;
+  read_back(c, c.times[1 - c.now]);
+  settle(c);
 }
 
 void begin_phase(spl_ctx& c, int phase) {
@@ -265,22 +295,23 @@ void begin_phase(spl_ctx& c, int phase) {
 }
 
 void begin_step(spl_ctx& c) {
-  memset(c.ms, 0, sizeof c.ms);
-  c.n_events = 0;
-  check(cudaStreamSynchronize(c.stream), "an earlier call");
-  c.staging_used = 0;
+  c.now = 1 - c.now;
+  c.times[c.now].n = 0;
+}
+
+void leave_phases(spl_ctx& c) {
+  if (c.params.arena_debug) {  // looks into the rows of the last phase
+    end_phases(c);
+    return;
+  }
+  mark(c, SPL_PHASE_ALWAYS);
+  c.phase = SPL_PHASE_ALWAYS;
 }
 
 void end_phases(spl_ctx& c) {
   mark(c, SPL_PHASE_ALWAYS);
   check(cudaStreamSynchronize(c.stream), "running the kernels");
-  for (int i = 0; i + 1 < c.n_events; ++i) {
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, c.events[i], c.events[i + 1]), "cudaEventElapsedTime");
-    if (c.event_phase[i] != SPL_PHASE_ALWAYS) c.ms[c.event_phase[i]] += ms;
-  }
-  const Readback& r = *c.readback;
-  c.sums = {r.sums[0], r.sums[1], r.sums[2], (int64_t)r.counters.shown_px, (int64_t)r.counters.depth_px};
+  read_back(c, c.times[c.now]);
   if (c.params.arena_debug && c.phase != SPL_PHASE_ALWAYS) check_and_poison(c, SPL_N_PHASES);
   c.phase = SPL_PHASE_ALWAYS;
 }

@@ -1,5 +1,5 @@
 // context.h: what a CUDA context owns. Everything runs on its stream; the host waits twice a step, for the numbers of
-// pairs and intersections and for the end.
+// pairs and intersections and for the end; once, where the end of a training step is deferred.
 #pragma once
 #define SPL_CUDA 1
 #define SPL_BACKEND_NAME "cuda"
@@ -33,7 +33,13 @@ struct Counters {  // slot 0 of view.cameras
   int64_t nnz;
   unsigned long long isects, shown_px, depth_px;
 };
-struct Readback { Counters counters; double sums[3]; };  // pinned
+struct Readback { Counters projected, lost; double sums[3]; };  // pinned: after projection, after the loss
+
+struct Times {  // a mark at the begin of every phase
+  static constexpr int MARKS = 32;
+  cudaEvent_t event[MARKS];
+  int phase[MARKS], n;
+};
 
 struct Cameras {  // passed to kernels by value
   Camera one;
@@ -50,10 +56,9 @@ struct Dims {  // of a View, for kernels
 }  // namespace spl
 
 struct spl_ctx : spl::Context {
-  static constexpr int MAX_EVENTS = 32;
-  cudaStream_t stream = nullptr;
-  cudaEvent_t events[MAX_EVENTS] = {};
-  int event_phase[MAX_EVENTS] = {}, n_events = 0;
+  cudaStream_t stream = nullptr, own_stream = nullptr;
+  spl::Times times[2];             // of this step, and of the one before, which may still run
+  int now = 0;
   spl::Readback* readback = nullptr;
   uint8_t* staging = nullptr;      // pinned
   int64_t staging_bytes = 0, staging_used = 0;
@@ -73,12 +78,14 @@ namespace spl {
 
 // A failed call becomes a Failure that says what was tried.
 void check(cudaError_t, const char* what);
+void wait(spl_ctx&, const char* what);  // for the stream; a deferred step before this one has ended then
 inline void launched(const char* kernel) { check(cudaGetLastError(), kernel); }
-bool on_device(const void*);
+bool on_device(const void*);  // false for NULL
 // `from` where kernels can read it: itself if it is device memory, else copied to `row` (through pinned memory).
 const void* resident(spl_ctx&, void* row, const void* from, int64_t bytes);
 int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels);  // bin.cu: for SPL_BINS
 int64_t scan(spl_ctx&, int64_t* a, int64_t n);  // bin.cu: exclusive, in place
+inline int key_bytes(const View& v) { return v.tiles() < UINT16_MAX ? 2 : 4; }  // of a tile number; `tiles` itself is one too
 
 inline Dims dims_of(const View& v) {
   return {v.n_cameras, v.width, v.height, v.tiles_x, v.tiles_y, {v.background[0], v.background[1], v.background[2]}};

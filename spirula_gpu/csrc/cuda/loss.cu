@@ -215,7 +215,7 @@ void loss(spl_ctx& c, const View& v, const spl_target& target, const spl_hyper& 
   sum_tiles_kernel<<<3, THREADS, 0, c.stream>>>(im.sums, tiles, total);
   launched("sum_tiles_kernel");
   check(cudaMemcpyAsync(c.readback->sums, total, sizeof c.readback->sums, cudaMemcpyDeviceToHost, c.stream), "reading the loss");
-  check(cudaMemcpyAsync(&c.readback->counters, c.counters(), sizeof(Counters), cudaMemcpyDeviceToHost, c.stream), "reading counters");
+  check(cudaMemcpyAsync(&c.readback->lost, c.counters(), sizeof(Counters), cudaMemcpyDeviceToHost, c.stream), "reading counters");
 }
 
 }  // namespace spl

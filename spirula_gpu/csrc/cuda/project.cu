@@ -90,7 +90,7 @@ compact_kernel(Source s, const __grid_constant__ Cameras cameras, Dims v, bool a
     });
     if (visible && slot < out.capacity) {
       out.gaussian[slot] = (uint32_t)gi;
-      out.camera[slot] = (uint16_t)ci;
+      out.camera[slot] = camera_bits(ci, screen);
       out.screen[slot] = screen;
       out.box[slot] = box;
       out.tiles[slot] = tiles;
@@ -156,9 +156,9 @@ static Counters passes(spl_ctx& c, const Source& given, const View& v, int64_t p
   store_total_kernel<<<1, 1, 0, c.stream>>>(counts + blocks, c.counters());
   launched("store_total_kernel");
   if (blocks) run_compact(c, v, blocks);
-  check(cudaMemcpyAsync(&c.readback->counters, c.counters(), sizeof(Counters), cudaMemcpyDeviceToHost, c.stream), "reading counters");
-  check(cudaStreamSynchronize(c.stream), "projecting");
-  return c.readback->counters;
+  check(cudaMemcpyAsync(&c.readback->projected, c.counters(), sizeof(Counters), cudaMemcpyDeviceToHost, c.stream), "reading counters");
+  wait(c, "projecting");
+  return c.readback->projected;
 }
 
 void project(spl_ctx& c, const Source& s, const View& v) {
@@ -172,7 +172,7 @@ void project(spl_ctx& c, const Source& s, const View& v) {
   need[SPL_TILES] = v.tiles() + 1;
   need[SPL_CAMERAS] = v.n_cameras + 1;
   need[SPL_CALLER] = s.n && !mine ? caller_floats(s) : 0;
-  need[SPL_PAIRS] = need[SPL_ISECTS] = 1;
+  need[SPL_PAIRS] = need[SPL_ISECTS] = need[SPL_KEY_BYTES] = 1;
   auto padded = [](int64_t n) { return n + n / 4 + 1024; };  // the headroom of fit_arena
   for (;;) {
     c.phase = SPL_PHASE_ALWAYS;
@@ -186,8 +186,9 @@ void project(spl_ctx& c, const Source& s, const View& v) {
     if (found.nnz >= UINT32_MAX) fail(SPL_E_CAPACITY, "%lld visible pairs > %u: fewer cameras per call", (long long)found.nnz, UINT32_MAX);
     need[SPL_PAIRS] = found.nnz + 1;
     need[SPL_ISECTS] = std::max<int64_t>(isects, 1);
+    need[SPL_KEY_BYTES] = need[SPL_ISECTS] * key_bytes(v);
     c.n_isects = isects;
-    if (need[SPL_PAIRS] <= c.capacity[SPL_PAIRS] && need[SPL_ISECTS] <= c.capacity[SPL_ISECTS]) break;
+    if (need[SPL_PAIRS] <= c.capacity[SPL_PAIRS] && need[SPL_ISECTS] <= c.capacity[SPL_ISECTS] && need[SPL_KEY_BYTES] <= c.capacity[SPL_KEY_BYTES]) break;
   }
   c.counts = need;
 }

@@ -10,13 +10,14 @@ namespace spl {
 
 constexpr int THREADS = 128;
 
-struct Parameters { float *mean, *quat, *log_scale, *opacity, *sh; };
+struct Parameters { float *mean, *quat, *log_scale, *opacity, *sh; };  // of second moments: sh holds one a degree
 struct Work {
   Source s;
   const uint32_t* gaussian; const uint16_t* camera; const float* v_screen;
   int64_t nnz;
   const uint32_t* heads; const int64_t* n_heads;  // first pairs of Gaussians; null: one camera, every pair is one
   bool aligned;                // 16-byte loads of SH
+  int bands;                   // degrees that the map stores
   float* v_cameras;            // [C][12] R t, or null
   Parameters x, m, v;          // Adam; or x: the gradients
   int32_t* steps; float *weight, *error;
@@ -31,6 +32,7 @@ template <int FLOATS, bool MULTI> struct Shared {
   float raw[THREADS][11];  // gradients of mean, quat, scale, opacity
   uint32_t gaussian[THREADS];
   float c1[THREADS], c2[THREADS], lr_mean[THREADS];
+  float rate[4][THREADS];  // what multiplies the first moments of a degree
   __device__ __forceinline__ float* v(int t) { return MULTI ? v_sh[t] : sh[t]; }
 };
 
@@ -45,14 +47,12 @@ __device__ __forceinline__ void add_camera(float* to, const CameraGrad& v) {
 }
 
 // dL/d colour -> dL/d mean, and dL/d SH: added to v_sh, or (MULTI = false, v_sh = x) in place of the coefficients.
-template <int D, bool MULTI> __device__ __forceinline__ Vec3 color_bwd(const float* x, Vec3 mean, Vec3 center, const float* v, float* v_sh) {
+template <int D, bool MULTI> __device__ __forceinline__ Vec3 color_bwd(const float* x, Vec3 mean, Vec3 center, uint16_t bits, const float* v, float* v_sh) {
   if constexpr (D < 0) {
     for (int k = 0; k < 3; ++k) v_sh[k] = MULTI ? v_sh[k] + v[k] : v[k];
     return {0, 0, 0};
   } else {
-    const Vec3 color = sh_color(D, x, mean, center);
-    asm volatile("" ::: "memory");  // read x from shared memory again: 48 registers are worth more
-    const Vec3 vc = {color.x > 0 ? v[0] : 0, color.y > 0 ? v[1] : 0, color.z > 0 ? v[2] : 0};
+    const Vec3 vc = lit(bits, v);
     if constexpr (MULTI) return sh_color_bwd(D, x, mean, center, vc, v_sh);
     float inv;
     const Vec3 d = sh_direction(mean, center, inv);
@@ -71,7 +71,8 @@ template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gathe
   const uint32_t gi = w.gaussian[pair];
   bool drawn = false;
   for (int64_t p = pair; p < w.nnz && (MULTI || p == pair) && w.gaussian[p] == gi; ++p) {
-    const int ci = w.camera[p];
+    const uint16_t bits = w.camera[p];
+    const int ci = camera_of(bits);
     const Camera& cam = cameras[ci];
     t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
     alignas(16) float v[SPL_VGRAD_FLOATS];
@@ -82,7 +83,7 @@ template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gathe
     t.error += v[11];
     CameraGrad by_camera{};
     project_bwd(g, cam, v, t.g, CAMERAS ? &by_camera : nullptr);
-    const Vec3 vm = color_bwd<D, MULTI>(x, g.mean, cam.center, v + 7, v_sh);
+    const Vec3 vm = color_bwd<D, MULTI>(x, g.mean, cam.center, bits, v + 7, v_sh);
     t.g.mean = t.g.mean + vm;
     if constexpr (CAMERAS) {  // camera centre = -R^T t: dL/dcentre = -vm
       const float tt[3] = {cam.t.x, cam.t.y, cam.t.z}, vv[3] = {vm.x, vm.y, vm.z};
@@ -97,11 +98,21 @@ template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gathe
       for (int k = 0; k < (D < 0 ? 3 : 3 * (D + 1) * (D + 1)); ++k) v_sh[k] = 0;
 }
 
-template <int FLOATS> __device__ __forceinline__ bool all_finite(const GaussianGrad& g, const float* v_sh) {
-  float sum = g.mean.x + g.mean.y + g.mean.z + g.quat.w + g.quat.x + g.quat.y + g.quat.z + g.scale.x + g.scale.y + g.scale.z + g.opacity;
+__device__ __forceinline__ bool all_finite(const GaussianGrad& g) {
+  return finite(g.mean.x + g.mean.y + g.mean.z + g.quat.w + g.quat.x + g.quat.y + g.quat.z + g.scale.x + g.scale.y + g.scale.z + g.opacity);
+}
+
+// Sums of floats, or of their squares, of the SH gradients by degree.
+template <int D, bool SQUARE> __device__ __forceinline__ float sum_bands(const float* v_sh, float* bands) {
+  float total = 0;
 #pragma unroll
-  for (int k = 0; k < FLOATS; ++k) sum += v_sh[k];
-  return finite(sum);
+  for (int l = 0; l <= (D < 0 ? 0 : D); ++l) {
+    bands[l] = 0;
+#pragma unroll
+    for (int k = band_begin(l); k < band_begin(l + 1); ++k) bands[l] += SQUARE ? v_sh[k] * v_sh[k] : v_sh[k];
+    total += bands[l];
+  }
+  return total;
 }
 
 // The gradients of the raw parameters, 11 floats: mean, quat, scale, opacity.
@@ -111,6 +122,18 @@ __device__ __forceinline__ void raw_gradient(const Gaussian& g, const GaussianGr
   out[3] = v.quat.w; out[4] = v.quat.x; out[5] = v.quat.y; out[6] = v.quat.z;
   out[7] = v.scale.x * ds.x; out[8] = v.scale.y * ds.y; out[9] = v.scale.z * ds.z;
   out[10] = v.opacity * (activated ? 1.0f : g.opacity * (1 - g.opacity));
+}
+
+// Second moments of the SH coefficients, and what follows from them.
+template <int D, class S> __device__ __forceinline__ void begin_bands(const Work& w, int64_t gi, const float* squares, S& s) {
+  const int me = threadIdx.x;
+  const AdamStep a = {w.h.beta1, w.h.beta2, w.h.eps, s.c1[me], s.c2[me]};
+  float* at = w.v.sh + gi * w.bands;
+  float v[D + 1];
+  if (D == 3) *(float4*)v = *(const float4*)at; else for (int l = 0; l <= D; ++l) v[l] = at[l];
+#pragma unroll
+  for (int l = 0; l <= D; ++l) s.rate[l][me] = adam_band(v[l], squares[l], l, l ? w.h.lr_sh_rest : w.h.lr_sh0, a);
+  if (D == 3) *(float4*)at = *(const float4*)v; else for (int l = 0; l <= D; ++l) at[l] = v[l];
 }
 
 // Statistics, regularisers and the step count of one Gaussian. False: a non-finite gradient, which must not poison the moments.
@@ -127,6 +150,11 @@ __device__ __forceinline__ bool begin_adam(const Work& w, int64_t gi, const Gaus
   raw_gradient(g, t.g, false, raw);
   const float age = w.h.lr_decay_steps > 0 ? fminf(steps / w.h.lr_decay_steps, 1.0f) : 0.0f;
   lr_mean = age > 0 && w.h.lr_mean > 0 ? w.h.lr_mean * powf(w.h.lr_mean_final / w.h.lr_mean, age) : w.h.lr_mean;
+  if (w.h.noise > 0 && noisy(g.opacity)) {  // few: not through shared memory
+    const Vec3 n = position_noise(g, w.h.noise * lr_mean, w.h.seed, (uint32_t)gi, (uint32_t)steps);
+    float* mean = w.x.mean + 3 * gi;
+    mean[0] += n.x; mean[1] += n.y; mean[2] += n.z;
+  }
   return true;
 }
 
@@ -172,20 +200,22 @@ template <int FLOATS, bool MULTI> __device__ __forceinline__ void write_sh(const
     in_memory_order<FLOATS, 1, 3>(which, base, [&](int, int t, int k) { w.x.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k] = s.v(t)[k]; });
 }
 
+__device__ __forceinline__ int band_of(int k) { return (k >= band_begin(1)) + (k >= band_begin(2)) + (k >= band_begin(3)); }
+
 template <int FLOATS, int WIDE, bool MULTI> __device__ __forceinline__ void adam_sh(const Work& w, Shared<FLOATS, MULTI>& s, uint32_t which) {
   constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 4 == 0 ? 4 : 3;
   for (int base = 0; base < TIMES; base += STEP) {
-    Pack<WIDE> x[STEP], m[STEP], v[STEP];
+    Pack<WIDE> x[STEP], m[STEP];
     in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
       const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      m[j] = load_pack<WIDE>(w.m.sh + at); v[j] = load_pack<WIDE>(w.v.sh + at); x[j] = load_pack<WIDE>(w.x.sh + at);
+      m[j] = load_pack<WIDE>(w.m.sh + at); x[j] = load_pack<WIDE>(w.x.sh + at);
     });
     in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
       const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      const AdamStep a = {w.h.beta1, w.h.beta2, w.h.eps, s.c1[t], s.c2[t]};
+      const AdamStep a = {w.h.beta1, w.h.beta2, w.h.eps, 0, 0};
 #pragma unroll
-      for (int e = 0; e < WIDE; ++e) adam(x[j].f[e], m[j].f[e], v[j].f[e], s.v(t)[k + e], k + e < 3 ? w.h.lr_sh0 : w.h.lr_sh_rest, a);
-      store_pack<WIDE>(w.x.sh + at, x[j]); store_pack<WIDE>(w.m.sh + at, m[j]); store_pack<WIDE>(w.v.sh + at, v[j]);
+      for (int e = 0; e < WIDE; ++e) adam_in_band(x[j].f[e], m[j].f[e], s.v(t)[k + e], s.rate[band_of(k + e)][t], a);
+      store_pack<WIDE>(w.x.sh + at, x[j]); store_pack<WIDE>(w.m.sh + at, m[j]);
     });
   }
 }
@@ -246,9 +276,14 @@ template <int D, bool ADAM, bool CAMERAS, bool MULTI> __global__ void __launch_b
     Total t{};
     t.nearest_z = 1e30f;
     gather<D, CAMERAS, MULTI>(w, cameras, g, p, s.sh[me], t, v_sh);
-    sane = all_finite<FLOATS>(t.g, v_sh);
-    if constexpr (ADAM) sane = begin_adam(w, gi, g, t, sane, s.raw[me], s.c1[me], s.c2[me], s.lr_mean[me]);
-    else if (sane) write_geometry(w, gi, g, t);
+    float bands[4];
+    sane = all_finite(t.g) && finite(sum_bands<D, ADAM>(v_sh, bands));
+    if constexpr (ADAM) {
+      sane = begin_adam(w, gi, g, t, sane, s.raw[me], s.c1[me], s.c2[me], s.lr_mean[me]);
+      if constexpr (D >= 0) if (sane) begin_bands<D>(w, gi, bands, s);
+    } else if (sane) {
+      write_geometry(w, gi, g, t);
+    }
   }
   const uint32_t which = __ballot_sync(ALL_LANES, sane);
   __syncwarp();
@@ -330,6 +365,7 @@ void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
     w.v = map_rows(c, R_V_MEAN, R_V_QUAT, R_V_LOG_SCALE, R_V_OPACITY, R_V_SH);
     w.steps = c.row<int32_t>(R_STEPS); w.weight = c.row<float>(R_WEIGHT); w.error = c.row<float>(R_ERROR);
     w.h = *sink.hyper;
+    w.bands = c.params.sh_degree + 1;
     w.log_beta1 = (float)log((double)w.h.beta1); w.log_beta2 = (float)log((double)w.h.beta2);
     return run<true, false>(c, w, v.sh_degree);
   }

@@ -58,7 +58,7 @@ __device__ __forceinline__ float alpha_at(const float4& p, const float4& m, floa
 
 struct RasterRows {
   const Screen* screen; const uint32_t* pair; const int64_t* start;
-  float *rgb, *depth, *T; int32_t* last;
+  float *rgb, *depth, *alpha, *T; int32_t* last;  // alpha: may be null
   const float *v_rgb, *v_depth, *v_alpha, *error;
   float* v_screen;
 };
@@ -128,6 +128,7 @@ template <int PX> __global__ void __launch_bounds__(threads_of(PX)) raster_kerne
     rows.rgb[3 * at + 1] = px[j].g + px[j].T * v.background[1];
     rows.rgb[3 * at + 2] = px[j].b + px[j].T * v.background[2];
     rows.depth[at] = px[j].depth;
+    if (rows.alpha) rows.alpha[at] = 1 - px[j].T;
     rows.T[at] = px[j].T;
     rows.last[at] = px[j].last;
   }
@@ -237,17 +238,23 @@ template <int PX> __global__ void __launch_bounds__(threads_of(PX)) raster_bwd_k
 
 static RasterRows rows_of(spl_ctx& c) {
   return {c.row<Screen>(R_SCREEN), c.row<uint32_t>(R_PAIR), c.row<int64_t>(R_TILE_START),
-          c.row<float>(R_RGB), c.row<float>(R_DEPTH), c.row<float>(R_T), c.row<int32_t>(R_LAST),
+          c.row<float>(R_RGB), c.row<float>(R_DEPTH), nullptr, c.row<float>(R_T), c.row<int32_t>(R_LAST),
           c.row<float>(R_V_RGB), c.row<float>(R_V_DEPTH), c.row<float>(R_V_ALPHA), c.row<float>(R_PX_ERROR), c.row<float>(R_V_SCREEN)};
 }
 
 // Small splats favour small patches, which fewer of them reach; large ones favour many pixels a lane.
 static double tiles_per_pair(const spl_ctx& c) { return (double)c.counts[SPL_ISECTS] / c.counts[SPL_PAIRS]; }
 
-void raster(spl_ctx& c, const View& v) {
+void raster(spl_ctx& c, const View& v, const spl_image* direct) {
   begin_phase(c, SPL_RASTER);
+  RasterRows rows = rows_of(c);
+  if (direct) {
+    if (on_device(direct->rgb)) rows.rgb = direct->rgb;
+    if (on_device(direct->depth)) rows.depth = direct->depth;
+    if (on_device(direct->alpha)) rows.alpha = direct->alpha;
+  }
   auto* kernel = tiles_per_pair(c) < 7 ? raster_kernel<1> : raster_kernel<2>;
-  kernel<<<(unsigned)v.tiles(), threads_of(tiles_per_pair(c) < 7 ? 1 : 2), 0, c.stream>>>(dims_of(v), rows_of(c));
+  kernel<<<(unsigned)v.tiles(), threads_of(tiles_per_pair(c) < 7 ? 1 : 2), 0, c.stream>>>(dims_of(v), rows);
   launched("raster_kernel");
 }
 

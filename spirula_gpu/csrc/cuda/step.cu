@@ -25,9 +25,9 @@ static void one_minus(spl_ctx& c, const float* in, float* out, int64_t n) {
 
 void copy_image(spl_ctx& c, const View& v, const spl_image& out) {
   const int64_t n = v.pixels();
-  copy(c, out.rgb, c.row<float>(R_RGB), n * 12);
-  copy(c, out.depth, c.row<float>(R_DEPTH), n * 4);
-  if (!out.alpha) return;
+  if (!on_device(out.rgb)) copy(c, out.rgb, c.row<float>(R_RGB), n * 12);
+  if (!on_device(out.depth)) copy(c, out.depth, c.row<float>(R_DEPTH), n * 4);
+  if (!out.alpha || on_device(out.alpha)) return;
   float* T = c.row<float>(R_T);
   one_minus(c, T, T, n);  // the picture ends here: nobody reads T again
   copy(c, out.alpha, T, n * 4);
