@@ -97,7 +97,10 @@ def _sampled(depth_m: np.ndarray, width: int, height: int) -> np.ndarray:
 
 def read_colmap(folder: str | os.PathLike) -> Scene:
     """A COLMAP project: images/ and sparse/0/ (or sparse/), undistorted (PINHOLE, SIMPLE_PINHOLE). Raises SceneError."""
-    import pycolmap
+    try:
+        import pycolmap
+    except ImportError as e:
+        raise SceneError(f"COLMAP models need pycolmap: pip install pycolmap; import says: {e}") from e
     root = Path(folder)
     model = next((p for p in (root / "sparse" / "0", root / "sparse") if list(p.glob("cameras.*"))), None)
     if model is None:

@@ -136,7 +136,7 @@ class OfflineRun:
         g, last_growth = self.config.grow, self.config.grow.stop * self.config.schedule.max_steps
         begin = time.perf_counter()
         while self.step < until:
-            self._one_step()
+            self._one_step(wait=self.step + 1 == until)
             self.step += 1
             if g.start <= self.step <= last_growth and self.step % g.every == 0:
                 self.growth.apply()
@@ -157,7 +157,7 @@ class OfflineRun:
         return self.engine.render(v)[0][0].clip(0, 1)
 
     # ---- a step --------------------------------------------------------------------------------------------------------
-    def _one_step(self) -> None:
+    def _one_step(self, wait: bool) -> None:
         """Every training frame once per epoch, in random order."""
         i = next(self._order, None)
         if i is None:
@@ -166,16 +166,16 @@ class OfflineRun:
         self._set_rates()
         self._views[i].sh_degree = self._degree()
         rgb, depth_m = self._targets[i]
-        self.engine.train_step(self._views[i], rgb, self._hyper, depth_m)
+        self.engine.train_step(self._views[i], rgb, self._hyper, depth_m, wait=wait)
 
     def _degree(self) -> int:
         return min(self.engine.sh_degree, self.step // self.config.schedule.sh_interval_steps)
 
     def _rates(self) -> Hyper:
-        s = self.config.schedule
+        s = self.config.schedule  # noise: covariance * rate would grow with the third power of the unit of length
         return Hyper(lr_quat=s.lr_quat, lr_log_scale=s.lr_log_scale, lr_logit_opacity=s.lr_logit_opacity, lr_sh0=s.lr_sh0, lr_sh_rest=s.lr_sh_rest,
                      beta1=s.beta1, beta2=s.beta2, eps=ADAM_EPS, ssim_weight=s.ssim_weight, depth_weight=s.depth_weight, opacity_reg=s.opacity_reg,
-                     scale_reg=s.scale_reg)
+                     scale_reg=s.scale_reg, noise=s.noise / self.data.extent**2, seed=self.config.engine.seed)
 
     def _set_rates(self) -> None:
         """What changes from step to step."""
@@ -196,8 +196,8 @@ class OfflineRun:
             raise ValueError(f"init.source = '{self.config.init.source}': must be points or insert")
         if self.config.init.source == "insert":
             self._begin_by_insertion()
-        else:
-            self._begin_with(*self._points())
+        elif len((points := self._points())[0]):
+            self._begin_with(*points)
         if not len(self.engine):
             raise ValueError("no Gaussian to begin with: the scene has neither sparse points nor depth within insert.min_depth_m..max_depth_m")
 
