@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -88,25 +88,26 @@ class TrainingSet:
         if not self.train or not extent > 0:
             raise ValueError(f"{len(self.train)} training frames, extent {extent}: both must be positive (cameras at one place have no extent)")
         self.extent, self.points, self.colors = float(extent), np.asarray(points), np.asarray(colors)
-        self._targets: dict[tuple[str, bool], list] = {}
+        self._targets: dict[tuple[str, int, bool], list] = {}
 
-    def targets(self, backend: str, depth: bool) -> list[tuple]:
+    def targets(self, backend: str, device: int, depth: bool) -> list[tuple]:
         """(rgb, depth or None) of each training frame: on the GPU where torch can put them there, else on the host."""
-        if (backend, depth) not in self._targets:
+        key = backend, device, depth
+        if key not in self._targets:
             depths = [f.depth_m if depth else None for f in self.train]
             if depth and any(d is None for d in depths):
                 raise ValueError("schedule.depth_weight > 0, but not every training frame has depth")
-            put = _uploader(backend)
-            self._targets[backend, depth] = [(put(f.rgb), None if d is None else put(d)) for f, d in zip(self.train, depths)]
-        return self._targets[backend, depth]
+            put = _uploader(backend, device)
+            self._targets[key] = [(put(f.rgb), None if d is None else put(d)) for f, d in zip(self.train, depths)]
+        return self._targets[key]
 
 
-def _uploader(backend: str):
+def _uploader(backend: str, device: int):
     """What brings an array to where the backend reads it without a copy."""
     if backend == "cuda":
         import torch
         if torch.cuda.is_available():
-            return lambda array: torch.from_numpy(array).cuda()  # a copy from pageable memory: finished when it returns
+            return lambda array: torch.from_numpy(array).to(f"cuda:{device}")  # a copy from pageable memory: finished when it returns
     return lambda array: array
 
 
@@ -120,7 +121,7 @@ class OfflineRun:
                              device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug)
         self._rng = np.random.default_rng(e.seed)
         self._views = [self._view(f) for f in data.train]
-        self._targets = data.targets(self.engine.backend, config.schedule.depth_weight > 0)
+        self._targets = data.targets(self.engine.backend, e.device, config.schedule.depth_weight > 0)
         self.growth = Growth(self.engine, config.grow, e.max_gaussians, e.seed + 1)
         self._hyper, self._order = self._rates(), iter(())
         self._begin()
@@ -222,11 +223,9 @@ class OfflineRun:
 
     def _begin_by_insertion(self) -> None:
         """As the live mapper does, from training frames in random order, until there are init.points Gaussians or the map is full."""
-        i, frames = self.config.insert, self.data.train
+        frames = self.data.train
         for owner, k in enumerate(self._rng.permutation(len(frames))[:self.config.init.frames]):
-            params = InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=i.detail_gain, min_depth_m=i.min_depth_m,
-                                  max_depth_m=i.max_depth_m, hole_spacing_px=i.hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
-                                  seed=self.config.engine.seed * 1_000_003 + owner)
+            params = InsertParams(**asdict(self.config.insert), owner=owner, seed=self.config.engine.seed * 1_000_003 + owner)
             if frames[k].depth_m is None:
                 raise ValueError(f"init.source insert needs depth, and {frames[k].frame_id} has none")
             try:
