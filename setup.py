@@ -95,7 +95,8 @@ setup(
     cmdclass={"build_ext": CMakeBuild},
     entry_points={"console_scripts": ["spirula = spirula_ros.cli:main", "train_node = spirula_ros.node:main"]},
     install_requires=[
-        "numpy>=1.24", "torch>=2.2", "opencv-python>=4.7", "pyyaml>=6", "rosbags>=0.10", "tqdm>=4.60",
+        "numpy>=1.24", "torch>=2.2", "opencv-python>=4.7", "pyyaml>=6", "rosbags>=0.10", "scipy>=1.10", "tqdm>=4.60",
+        "pycolmap>=3.12; platform_machine == 'x86_64'",  # there are no wheels for ARM; only COLMAP models need it
         "open3d-cpu>=0.18; platform_machine == 'x86_64' and sys_platform == 'linux'",
         "open3d>=0.18; platform_machine != 'x86_64' or sys_platform != 'linux'",
     ],

@@ -16,8 +16,8 @@ PACKAGE = ElementTree.parse(CHECKOUT / "package.xml").getroot()
 OURS = {"spirula_ros", "spirula_gpu"}
 ROSDEP = {  # import name -> rosdep key
     "numpy": "python3-numpy", "cv2": "python3-opencv", "open3d": "python3-open3d-pip", "rosbags": "python3-rosbags-pip",
-    "torch": "python3-torch", "tqdm": "python3-tqdm", "yaml": "python3-yaml", "hypothesis": "python3-hypothesis",
-    "plyfile": "python3-plyfile-pip", "pytest": "python3-pytest",
+    "pycolmap": "python3-pycolmap-pip", "scipy": "python3-scipy", "torch": "python3-torch", "tqdm": "python3-tqdm",
+    "yaml": "python3-yaml", "hypothesis": "python3-hypothesis", "plyfile": "python3-plyfile-pip", "pytest": "python3-pytest",
     "lz4": "python3-rosbags-pip", "backports": "python3-rosbags-pip", "compression": "python3-rosbags-pip",
 }
 PIP = {"cv2": "opencv-python", "open3d": "open3d-cpu", "yaml": "pyyaml",  # where it differs from the import name
