@@ -14,7 +14,7 @@ from torch import Tensor
 from spirula_gpu import rasterize
 
 ALPHA_MIN, ALPHA_MAX, T_MIN, TILE_PX = 1 / 255, 0.999, 1e-4, 16
-ALPHA_BAND, T_BAND, DEPTH_BAND = 5e-4, 2e-3, 2e-6  # relative distances within which float32 may decide otherwise
+ALPHA_BAND, T_BAND, DEPTH_BAND = 3e-4, 1e-3, 6e-7  # relative distances within which float32 may decide otherwise
 EDGE_SHARE = 0.05                                  # of the pixels at most
 LIMITS = dict(values=1e-4, gradients=1e-3)         # |ours - theirs| / |theirs|, Euclidean norms
 OUTLIERS = 1e-3                                    # share of the elements that may differ by more than limit * the largest element
@@ -23,7 +23,8 @@ INPUTS = ("means", "quats", "scales", "opacities", "colors", "viewmats")
 
 def edge_pixels(means2d: Tensor, conics: Tensor, depths: Tensor, opacities: Tensor, offsets: Tensor, ids: Tensor, width: int, height: int) -> Tensor:
     """[C,H,W] bool: a decision lies within its band. means2d [C,N,2], conics [C,N,3] (xx, xy, yy), depths, opacities [C,N]; ids [I]
-    into C*N, sorted by tile and depth; offsets [C,TH,TW]: where a tile's ids begin. All tiles walk their lists in step."""
+    into C*N, sorted by tile and depth; offsets [C,TH,TW]: where a tile's ids begin. All tiles walk their lists in step. Equal depths are no
+    edge: the data have 1,658 points twice, and both sorts keep the order of the indices."""
     cameras, tiles_y, tiles_x = offsets.shape
     means2d, conics, depths, opacities = means2d.reshape(-1, 2), conics.reshape(-1, 3), depths.reshape(-1), opacities.reshape(-1)
     begin = offsets.reshape(-1).long()
@@ -44,7 +45,7 @@ def edge_pixels(means2d: Tensor, conics: Tensor, depths: Tensor, opacities: Tens
         alpha = raw.clamp_max(ALPHA_MAX)
         use = alive & (alpha >= ALPHA_MIN)
         edge |= alive & (near(raw, ALPHA_MIN, ALPHA_BAND) | near(raw, ALPHA_MAX, ALPHA_BAND))
-        edge |= use & (near(T * (1 - alpha), T_MIN, T_BAND) | (z - last_z < DEPTH_BAND * z))
+        edge |= use & (near(T * (1 - alpha), T_MIN, T_BAND) | ((z - last_z < DEPTH_BAND * z) & (z != last_z)))
         done |= use & (T * (1 - alpha) <= T_MIN)
         T = torch.where(use & ~done, T * (1 - alpha), T)
         last_z = torch.where(use, z, last_z)

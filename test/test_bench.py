@@ -158,6 +158,15 @@ def test_edge_pixels_are_the_oracles(bench, width, height, monkeypatch):
     np.testing.assert_array_equal(got.numpy(), want)
 
 
+@pytest.mark.parametrize("gap, marked", [(0.0, False), (1e-7, True), (1e-5, False)])
+def test_near_depths_are_edges_and_equal_ones_are_not(bench, gap, marked):
+    z = torch.tensor([[2.0, 2.0 + 2 * gap]], dtype=torch.float64)
+    wide = torch.tensor([[[1e-3, 0, 1e-3]] * 2], dtype=torch.float64)
+    got = bench[1].edge_pixels(torch.full((1, 2, 2), 8.0, dtype=torch.float64), wide, z, torch.full((1, 2), 0.5, dtype=torch.float64),
+                               torch.zeros(1, 1, 1, dtype=torch.int64), torch.arange(2), 16, 16)
+    assert got.all() if marked else not got.any()
+
+
 def test_edge_pixels_of_nothing(bench):
     empty = lambda *shape: torch.empty(1, 0, *shape)
     got = bench[1].edge_pixels(empty(2), empty(3), empty(), empty(), torch.zeros(1, 2, 3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), 40, 20)
