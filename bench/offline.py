@@ -125,7 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variant", action="append", default=[], metavar="A=1,B=2", help="one more run with these parameters")
     parser.add_argument("--sweep", help="JSON file with a list of variants")
     parser.add_argument("--pack", metavar="FILE", help="write the scene as one .npz and end")
-    parser.add_argument("--renders", metavar="DIR", help="pictures of the held-out frames: truth, render")
+    parser.add_argument("--renders", metavar="DIR", help="pictures of the held-out frames, truth beside render, of run n in DIR/n")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", help="JSON file, written after every run")
     parser.add_argument("--list", action="store_true", help="print every parameter with its unit, range and meaning")
@@ -150,9 +150,9 @@ def main() -> None:
           f"depth {'yes' if scene.depths else 'no'}, extent {scene.extent:.3f}", flush=True)
     result = dict(data=Path(args.data).name, date=datetime.date.today().isoformat(), commit=args.commit, width=camera.width, height=camera.height,
                   frames=len(data.train), held_out=len(data.held_out), runs={})
-    for name, config, marks in runs:
+    for number, (name, config, marks) in enumerate(runs):
         print(name, flush=True)
-        result["runs"][name] = train(data, config, marks, Path(args.renders) / name if args.renders else None)
+        result["runs"][name] = train(data, config, marks, Path(args.renders) / str(number) if args.renders else None)
         if args.out:
             Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
