@@ -14,7 +14,7 @@ from torch import Tensor
 from spirula_gpu import rasterize
 
 ALPHA_MIN, ALPHA_MAX, T_MIN, TILE_PX = 1 / 255, 0.999, 1e-4, 16
-ALPHA_BAND, T_BAND, DEPTH_BAND = 3e-4, 1e-3, 6e-7  # relative distances within which float32 may decide otherwise
+ALPHA_BAND, T_BAND, DEPTH_BAND = 2e-4, 5e-4, 3e-7  # relative distances within which float32 may decide otherwise
 EDGE_SHARE = 0.05                                  # of the pixels at most
 LIMITS = dict(values=1e-4, gradients=1e-3)         # |ours - theirs| / |theirs|, Euclidean norms
 OUTLIERS = 1e-3                                    # share of the elements that may differ by more than limit * the largest element
