@@ -168,6 +168,15 @@ SPL_FN bool project(const Gaussian& g, const Camera& cam, Screen& s, Box& box) {
 struct GaussianGrad { Vec3 mean; Quat quat; Vec3 scale; float opacity; };  // d/d activated values
 struct CameraGrad { Mat3 R; Vec3 t; };
 
+// The camera centre is that of the inverse of T_cam_world, c = -R^-1 t; v_mean: dL/d mean through the viewing direction = -dL/dc.
+SPL_FN void center_bwd(const Camera& cam, Vec3 v_mean, CameraGrad& out) {
+  const Vec3 v = mul(cam.R, v_mean);
+  const float rows[3] = {v.x, v.y, v.z}, c[3] = {cam.center.x, cam.center.y, cam.center.z};
+  for (int i = 0; i < 3; ++i)
+    for (int j = 0; j < 3; ++j) out.R.m[3 * i + j] += rows[i] * c[j];
+  out.t = out.t + v;
+}
+
 // v: gradients of the screen row in its order (x y a b c opacity depth ...). Adds to `out` and, if given, to `v_cam`.
 SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, GaussianGrad& out, CameraGrad* v_cam) {
   Projection o;

@@ -58,11 +58,7 @@ static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64
     const Vec3 vm = sh_color_bwd(w.v.sh_degree, sh, g.mean, cam.center, lit(w.camera[p], v + 7), t.sh);
     t.g.mean = t.g.mean + vm;
     if (!v_cam) continue;
-    // camera centre = -R^T t: dL/dcentre = -vm
-    const float tt[3] = {cam.t.x, cam.t.y, cam.t.z}, vv[3] = {vm.x, vm.y, vm.z};
-    for (int i = 0; i < 3; ++i)
-      for (int j = 0; j < 3; ++j) by_camera.R.m[3 * i + j] += tt[i] * vv[j];
-    by_camera.t = by_camera.t + mul(cam.R, vm);
+    center_bwd(cam, vm, by_camera);
     if (all_finite(by_camera)) add(v_cam[ci], by_camera);
   }
 }

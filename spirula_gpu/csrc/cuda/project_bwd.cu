@@ -85,11 +85,8 @@ template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gathe
     project_bwd(g, cam, v, t.g, CAMERAS ? &by_camera : nullptr);
     const Vec3 vm = color_bwd<D, MULTI>(x, g.mean, cam.center, bits, v + 7, v_sh);
     t.g.mean = t.g.mean + vm;
-    if constexpr (CAMERAS) {  // camera centre = -R^T t: dL/dcentre = -vm
-      const float tt[3] = {cam.t.x, cam.t.y, cam.t.z}, vv[3] = {vm.x, vm.y, vm.z};
-      for (int i = 0; i < 3; ++i)
-        for (int j = 0; j < 3; ++j) by_camera.R.m[3 * i + j] += tt[i] * vv[j];
-      by_camera.t = by_camera.t + mul(cam.R, vm);
+    if constexpr (CAMERAS) {
+      center_bwd(cam, vm, by_camera);
       add_camera(w.v_cameras + 12 * ci, by_camera);
     }
   }
