@@ -52,8 +52,7 @@ static const Driver& driver() {
 // ---- errors -------------------------------------------------------------------------------------------------------------
 // After a fault in a kernel every later call fails, and only a new process helps.
 [[noreturn]] static void refuse_device(const char* what, const char* error, int number) {
-  size_t free = 0, total = 0;
-  const bool broken = cudaMemGetInfo(&free, &total) != cudaSuccess;
+  const bool broken = cudaDeviceSynchronize() != cudaSuccess;
   cudaGetLastError();
   fail(SPL_E_DEVICE, "%s: %s (CUDA error %d); %s", what, error, number,
        broken ? "CUDA refuses this process from now on: start it again, or use engine.backend cpu" : "check nvidia-smi, or use engine.backend cpu");
@@ -75,7 +74,7 @@ static void check(CUresult e, const char* what, int64_t bytes = 0) {  // bytes: 
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------------------
-constexpr int64_t CHUNK_BYTES = 64ll << 20;  // more than this is mapped in up to 16 pieces, so that shrinking has something to give back
+constexpr int64_t CHUNK_BYTES = 16ll << 20;  // more than this is mapped in up to 16 pieces, so that shrinking has something to give back
 
 static CUdevice this_device() {
   CUdevice device = 0;
