@@ -42,7 +42,8 @@ def _struct(name: str, **fields):
 
 
 CreateParams = _struct("spl_create_params", max_gaussians=i64, budget_bytes=i64, sh_degree=c.c_int32, threads=c.c_int32,
-                       device=c.c_int32, arena_alias=c.c_int32, arena_debug=c.c_int32)
+                       device=c.c_int32, arena_alias=c.c_int32, arena_debug=c.c_int32, no_paging=c.c_int32)
+Memory = _struct("spl_memory", free_bytes=i64, total_bytes=i64, process_bytes=i64, pinned_bytes=i64)
 Gaussians = _struct("spl_gaussians", flags=i64, n=i64, sh_degree=i64, means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p)
 View = _struct("spl_view", n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, sh_degree=c.c_int32, blur_px2=c.c_float,
                near_m=c.c_float, background=c.c_float * 3, reserved=c.c_int32, viewmats=f32p, Ks=f32p)
@@ -71,6 +72,7 @@ SIGNATURES = {  # name: (result, arguments)
     "spl_error": (c.c_char_p, [c.c_void_p]),
     "spl_report": (c.c_int, [c.c_void_p, P(Row), c.c_int32, P(c.c_int32)]),
     "spl_buffer": (c.c_int, [c.c_void_p, c.c_char_p, P(c.c_void_p), P(i64)]),
+    "spl_memory_info": (c.c_int, [c.c_void_p, P(Memory)]), "spl_fail_allocation": (c.c_int, [c.c_void_p, i64]),
     "spl_map_size": (i64, [c.c_void_p]), "spl_map_append": (c.c_int, [c.c_void_p, P(Gaussians), c.c_int32]),
     "spl_map_read": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
     "spl_map_write": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
@@ -118,7 +120,7 @@ def load(backend: str) -> c.CDLL:
 def check_abi(lib: c.CDLL, path: Path) -> None:
     if lib.spl_abi_version() != ABI_VERSION:
         raise NativeError("argument", f"{path} has ABI {lib.spl_abi_version()}, this package needs {ABI_VERSION}; build it again")
-    for kind in (CreateParams, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Row):
+    for kind in (CreateParams, Memory, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Row):
         theirs, ours = lib.spl_constant(f"sizeof {kind.__name__ if kind is not Row else 'spl_row'}".encode()), c.sizeof(kind)
         if theirs != ours:
             raise NativeError("argument", f"{path}: {kind.__name__} is {theirs} bytes there and {ours} here; build it again")
@@ -139,10 +141,16 @@ class StepStats(NamedTuple):
     ms: dict[str, float]
 
 
-def array(x, shape: tuple, dtype=np.float32, name: str = "array") -> np.ndarray:
-    """`x` as a C-contiguous array of this dtype and shape (-1: any), or NativeError. A torch tensor on a GPU stays there:
-    the CUDA backend reads it in place."""
-    if getattr(x, "is_cuda", False):
+def on_gpu(x) -> bool:
+    return getattr(x, "is_cuda", False)
+
+
+def array(x, shape: tuple, dtype=np.float32, name: str = "array", device: int | None = None) -> np.ndarray:
+    """`x` as a C-contiguous array of this dtype and shape (-1: any), or NativeError. A torch tensor on the GPU `device` (None:
+    no GPU will do) stays there: the CUDA backend reads it in place."""
+    if on_gpu(x):
+        if x.device.index != device:
+            raise NativeError("argument", f"{name} is on {x.device}, but " + ("it is read by the CPU" if device is None else f"the engine is on cuda:{device}"))
         if str(x.dtype) != f"torch.{np.dtype(dtype).name}":
             raise NativeError("argument", f"{name} on the GPU is {x.dtype}, must be {np.dtype(dtype).name}")
         out = x.contiguous()
@@ -157,6 +165,11 @@ def pointer(x) -> int | None:
     return None if x is None else x.data_ptr() if hasattr(x, "data_ptr") else x.ctypes.data
 
 
+def empty(shape, like):
+    """Uninitialised float32: numpy, or on the GPU where `like` is."""
+    return like.new_empty(shape) if on_gpu(like) else np.empty(shape, np.float32)
+
+
 def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m: float = 0.01, background=(0, 0, 0)) -> View:
     """A View of one Camera (or a list of equal size) at T_cam_world [4,4] (or [C,4,4]); keeps the arrays it points to alive."""
     cameras = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
@@ -166,6 +179,7 @@ def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m:
 
 
 def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0.3, near_m=0.01, background=(0, 0, 0)) -> View:
+    viewmats, Ks = (x.cpu() if on_gpu(x) else x for x in (viewmats, Ks))  # the engine reads them on the host
     viewmats = array(viewmats, (-1, 4, 4), name="viewmats")
     Ks = array(Ks, (len(viewmats), 3, 3), name="Ks")
     out = View(n_cameras=len(viewmats), width=width, height=height, sh_degree=sh_degree, blur_px2=blur_px2, near_m=near_m,
@@ -175,7 +189,8 @@ def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0
 
 
 class Engine:
-    """One context of the native library: the map, the arena, and everything that works on them.
+    """One context of the native library: the map, the arena, and everything that works on them. Gaussians, images and targets
+    may be torch tensors on the GPU of a CUDA engine: they are read in place, and what comes back then is there too.
 
     backend auto: cuda where its library and a usable device are there, else cpu; `backend_reason` says why. A CUDA
     library that is there but cannot be used is also reported once as a RuntimeWarning."""
@@ -196,6 +211,10 @@ class Engine:
         self._lib = load(backend)
         self.backend = self._lib.spl_backend().decode()
         self._check(self._lib.spl_create(c.byref(params), c.byref(self._ctx)))
+        self.device = params.device if self.backend == "cuda" else None  # index of the GPU whose tensors are read in place
+
+    def _array(self, x, shape: tuple, dtype=np.float32, name: str = "array"):
+        return array(x, shape, dtype, name, self.device)
 
     def _open_auto(self, params: CreateParams) -> str:
         try:
@@ -257,8 +276,8 @@ class Engine:
 
     def write(self, row: str, values, first: int = 0) -> None:
         shape, dtype = self._row_shape(row)
-        values = array(values, (-1, *shape[1:]), dtype, row)
-        self._check(self._lib.spl_map_write(self._ctx, row.encode(), first, len(values), values.ctypes.data))
+        values = self._array(values, (-1, *shape[1:]), dtype, row)
+        self._check(self._lib.spl_map_write(self._ctx, row.encode(), first, len(values), pointer(values)))
 
     def _row_shape(self, row: str):
         leaf = row.rsplit(".", 1)[-1]
@@ -269,7 +288,7 @@ class Engine:
 
     def keep(self, mask) -> int:
         """Keep the Gaussians where mask [n] is true, in order, with everything that belongs to them; returns how many."""
-        mask, kept = array(mask, (len(self),), np.uint8, "mask"), i64()
+        mask, kept = self._array(mask, (len(self),), np.uint8, "mask"), i64()
         self._check(self._lib.spl_map_keep(self._ctx, pointer(mask), c.byref(kept)))
         return kept.value
 
@@ -289,34 +308,33 @@ class Engine:
     def forward(self, means, quats, scales, opacities, sh, v: View, activated: bool = True):
         """The caller's Gaussians (activated: scales in m, opacities 0..1; sh [n,K,3] or RGB [n,3]): as render()."""
         g, _alive = self._gaussians(means, quats, scales, opacities, sh, activated)
-        out, image = self._new_image(v)
+        out, image = self._new_image(v, _alive[0])
         self._check(self._lib.spl_forward(self._ctx, c.byref(g), c.byref(v), c.byref(image)))
         return out
 
     def backward(self, means, quats, scales, opacities, sh, v: View, v_rgb, v_alpha, v_depth, activated: bool = True) -> dict[str, np.ndarray]:
-        """Gradients of sum(v_rgb rgb + v_alpha alpha + v_depth depth) by each argument and by `viewmats` [C,4,4]."""
+        """Gradients of sum(v_rgb rgb + v_alpha alpha + v_depth depth) by each argument, where it is, and by `viewmats` [C,4,4], where means are."""
         g, (means, quats, scales, opacities, sh) = self._gaussians(means, quats, scales, opacities, sh, activated)
         size = (v.n_cameras, v.height, v.width)
-        v_rgb, v_alpha, v_depth = array(v_rgb, (*size, 3), name="v_rgb"), array(v_alpha, size, name="v_alpha"), array(v_depth, size, name="v_depth")
+        v_rgb, v_alpha, v_depth = (self._array(x, (*size, *tail), name=name) for x, tail, name in ((v_rgb, (3,), "v_rgb"), (v_alpha, (), "v_alpha"), (v_depth, (), "v_depth")))
         upstream = Image(rgb=pointer(v_rgb), alpha=pointer(v_alpha), depth=pointer(v_depth))
-        out = dict(means=np.empty_like(means), quats=np.empty_like(quats), scales=np.empty_like(scales), opacities=np.empty_like(opacities),
-                   sh=np.empty_like(sh), viewmats=np.empty((v.n_cameras, 4, 4), np.float32))
+        out = {name: empty(x.shape, x) for name, x in zip(("means", "quats", "scales", "opacities", "sh"), (means, quats, scales, opacities, sh))}
+        out["viewmats"] = empty((v.n_cameras, 4, 4), means)
         grads = Grads(means=pointer(out["means"]), quats=pointer(out["quats"]), log_scales=pointer(out["scales"]),
                       logit_opacities=pointer(out["opacities"]), sh=pointer(out["sh"]), viewmats=pointer(out["viewmats"]))
         self._check(self._lib.spl_backward(self._ctx, c.byref(g), c.byref(v), c.byref(upstream), c.byref(grads)))
         return out
 
-    def _new_image(self, v: View):
+    def _new_image(self, v: View, like=None):
         size = (v.n_cameras, v.height, v.width)
-        rgb, alpha, depth = np.empty((*size, 3), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+        rgb, alpha, depth = (empty(shape, like) for shape in ((*size, 3), size, size))
         return (rgb, alpha, depth), Image(rgb=pointer(rgb), alpha=pointer(alpha), depth=pointer(depth))
 
-    @staticmethod
-    def _gaussians(means, quats, scales, opacities, sh, activated):
-        means = array(means, (-1, 3), name="means")
+    def _gaussians(self, means, quats, scales, opacities, sh, activated):
+        means = self._array(means, (-1, 3), name="means")
         n = len(means)
-        quats, scales, opacities = array(quats, (n, 4), name="quats"), array(scales, (n, 3), name="scales"), array(opacities, (n,), name="opacities")
-        sh = array(sh, (n, 3) if np.ndim(sh) == 2 else (n, -1, 3), name="sh")
+        quats, scales, opacities = (self._array(x, (n, *tail), name=name) for x, tail, name in ((quats, (4,), "quats"), (scales, (3,), "scales"), (opacities, (), "opacities")))
+        sh = self._array(sh, (n, 3) if len(np.shape(sh)) == 2 else (n, -1, 3), name="sh")
         degree = -1 if sh.ndim == 2 else round(sh.shape[1] ** 0.5) - 1
         if sh.ndim == 3 and sh.shape[1] not in (1, 4, 9, 16):
             raise NativeError("argument", f"sh has {sh.shape[1]} coefficients: must be 1, 4, 9 or 16")
@@ -325,15 +343,13 @@ class Engine:
                          logit_opacities=pointer(opacities), sh=pointer(sh)), arrays
 
     # ---- training -------------------------------------------------------------------------------------------------
-    @staticmethod
-    def _target(v: View, rgb, depth_m, mask):
+    def _target(self, v: View, rgb, depth_m, mask):
         size = (v.n_cameras, v.height, v.width)
-        on_gpu = getattr(rgb, "is_cuda", False)
-        if not on_gpu and np.asarray(rgb).dtype != np.uint8:
+        if not on_gpu(rgb) and np.asarray(rgb).dtype != np.uint8:
             raise NativeError("argument", f"the target's rgb is {np.asarray(rgb).dtype}, must be uint8 0..255")
-        rgb = array(rgb, np.shape(rgb), np.uint8, "rgb").reshape(*size, 3)
-        depth_m = None if depth_m is None else array(depth_m, np.shape(depth_m), name="depth_m").reshape(size)
-        mask = None if mask is None else array(mask if getattr(mask, "is_cuda", False) else np.asarray(mask) != 0, np.shape(mask), np.uint8, "mask").reshape(size)
+        rgb = self._array(rgb, np.shape(rgb), np.uint8, "rgb").reshape(*size, 3)
+        depth_m = None if depth_m is None else self._array(depth_m, np.shape(depth_m), name="depth_m").reshape(size)
+        mask = None if mask is None else self._array(mask if on_gpu(mask) else np.asarray(mask) != 0, np.shape(mask), np.uint8, "mask").reshape(size)
         return Target(rgb=pointer(rgb), depth=pointer(depth_m), mask=pointer(mask)), (rgb, depth_m, mask)
 
     def train_step(self, v: View, rgb, hyper: Hyper, depth_m=None, mask=None, wait: bool = True) -> StepStats:
@@ -349,7 +365,7 @@ class Engine:
     def loss(self, v: View, image, rgb, hyper: Hyper, depth_m=None, mask=None):
         """The loss of image = (rgb, alpha, depth) and its gradients: StepStats, (v_rgb, v_alpha, v_depth)."""
         size = (v.n_cameras, v.height, v.width)
-        a = [array(x, (*size, 3) if i == 0 else size, name="image") for i, x in enumerate(image)]
+        a = [self._array(x, (*size, 3) if i == 0 else size, name="image") for i, x in enumerate(image)]
         target, _alive = self._target(v, rgb, depth_m, mask)
         out, v_image = self._new_image(v)
         s, given = Step(), Image(rgb=pointer(a[0]), alpha=pointer(a[1]), depth=pointer(a[2]))
@@ -378,11 +394,17 @@ class Engine:
             categories[CATEGORIES[r.category]][0] += r.used_bytes
             categories[CATEGORIES[r.category]][1] += r.capacity_bytes
         categories["other"][1] += arena.capacity_bytes
-        used, total = system_bytes()
+        memory = Memory()
+        self._check(self._lib.spl_memory_info(self._ctx, c.byref(memory)))
         listed = [VramRow(r.name.decode(), CATEGORIES[r.category], r.used_bytes, r.capacity_bytes, bool(r.aliased)) for r in rows]
         listed.append(VramRow("arena", "other", arena.capacity_bytes, arena.capacity_bytes, False))
         return VramReport(tuple(listed), {k: tuple(v) for k, v in categories.items()}, sum(v[1] for v in categories.values()),
-                          max(arena.used_bytes - arena.capacity_bytes, 0), self.budget_bytes, process_bytes(), used, total)
+                          max(arena.used_bytes - arena.capacity_bytes, 0), self.budget_bytes, memory.process_bytes,
+                          memory.total_bytes - memory.free_bytes, memory.total_bytes, memory.pinned_bytes)
+
+    def fail_allocation(self, nth: int) -> None:
+        """For tests: as if memory ran out at the nth time from now on that a buffer grows; 0: there is enough."""
+        self._check(self._lib.spl_fail_allocation(self._ctx, nth))
 
     def buffer(self, name: str, dtype=np.uint8) -> np.ndarray:
         """For tests: a copy of any row as the last call left it."""
@@ -393,16 +415,3 @@ class Engine:
 
 def _stats(s: Step) -> StepStats:
     return StepStats(s.loss, s.l1, s.ssim, s.depth, s.n_pairs, s.n_isects, dict(zip(PHASES, s.ms)))
-
-
-def process_bytes() -> int:
-    """Resident bytes of this process."""
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def system_bytes() -> tuple[int, int]:
-    """(used, total) bytes of the machine's memory."""
-    info = dict(line.split(":") for line in open("/proc/meminfo"))
-    total, free = (int(info[k].split()[0]) * 1024 for k in ("MemTotal", "MemAvailable"))
-    return total - free, total

@@ -63,9 +63,10 @@ class VramReport:
     total: int                               # bytes the engine holds: the sum of all capacities
     arena_saved: int                         # bytes that the arena saves against one buffer per row
     budget: int                              # 0 = none
-    process: int                             # resident bytes of this process (cpu) / of this process on the device (cuda)
-    device_used: int
+    process: int                             # cpu: resident bytes of this process; cuda: what has gone from the device's free memory since the engine was made
+    device_used: int                         # by all processes, on the device (cuda), of the machine's memory (cpu)
     device_total: int
+    pinned: int = 0                          # cuda: host memory for copies to the device; in no row, nor in `total` or the budget
 
 
 class MeshChunk(NamedTuple):

@@ -14,7 +14,7 @@ HEADER = Path(__file__).resolve().parents[1] / "spirula_gpu" / "csrc" / "spirula
 BACKEND = "cpu"  # the library that a Context loads; the fixture `backend` sets it
 SCALARS = dict(int64_t=ctypes.c_int64, uint64_t=ctypes.c_uint64, int32_t=ctypes.c_int32, uint32_t=ctypes.c_uint32, float=ctypes.c_float,
                double=ctypes.c_double, char=ctypes.c_char)
-ARGUMENT, CAPACITY = -1, -2
+ARGUMENT, CAPACITY, MEMORY, DEVICE = -1, -2, -3, -4
 
 
 def _parse(text: str) -> dict[str, type]:

@@ -79,6 +79,12 @@ def cuda_missing() -> str:
     return ""
 
 
+def skip_without_cuda(module: bool = False) -> None:
+    """Skips the test, or the module, where there is no GPU; with SPIRULA_REQUIRE_CUDA=1 it runs, and fails."""
+    if cuda_missing() and os.environ.get("SPIRULA_REQUIRE_CUDA") != "1":
+        pytest.skip(f"the CUDA backend is not tested: {cuda_missing()}", allow_module_level=module)
+
+
 BACKENDS = ["cpu"] if cuda_missing() else ["cpu", "cuda"]  # test_parity.py skips visibly, or fails, where CUDA is missing
 
 

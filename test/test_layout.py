@@ -211,3 +211,15 @@ def test_contexts_do_not_share_anything():
     with pytest.raises(AbiError):
         a.read("map.owner", 0, 11)
     assert b.library.spl_error(b.ctx) == b""
+
+
+def test_the_memory_report_of_an_engine(backend):
+    with native.Engine(backend, sh_degree=1, max_gaussians=100_000, threads=2) as engine:
+        engine.append(*gaussians(5000, 1))
+        rgb = np.zeros((1, 60, 80, 3), np.uint8)
+        engine.train_step(native.view_of(*cameras(1, 80, 60), 80, 60, 1), rgb, native.Hyper(ssim_weight=0.2))
+        report = engine.vram()
+        assert 0 < report.device_used < report.device_total and report.total == sum(row.capacity for row in report.rows)
+        assert report.process > 0.5 * report.total
+        assert report.pinned == 0 if backend == "cpu" else 2 * rgb.size <= report.pinned < 3 * rgb.size
+        assert report.total == sum(capacity for _, capacity in report.categories.values())

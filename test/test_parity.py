@@ -176,36 +176,3 @@ def test_the_report_is_what_the_driver_says():
     step(c)
     taken, reported = before - free(), sum(r.capacity_bytes for r in c.report().values())
     assert reported > 200e6 and abs(taken - reported) < 0.02 * reported, f"driver {taken / 1e6:.1f} MB, report {reported / 1e6:.1f} MB"
-
-
-def device_bytes() -> int:
-    driver, free, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t(), ctypes.c_size_t()
-    both()
-    assert driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
-    return free.value
-
-
-def test_more_than_2_to_the_31_intersections():
-    """Flat splats that cover a picture of 2^28 pixels: keys beyond 4 GiB, indices beyond 32 bits. Parts of the picture are
-    rendered again on their own, where there are few intersections."""
-    if device_bytes() < 90 << 30:
-        pytest.skip("needs 90 GiB of device memory")
-    size, n, rng = 16384, 2500, np.random.default_rng(8)
-    z = np.where(np.arange(n) < 400, rng.uniform(800, 899, n), rng.uniform(900, 1100, n))  # 400 of them small and in front
-    xy = rng.uniform(-0.5, 0.5, (n, 2)) * z[:, None]  # f = size: the picture spans +-0.5 z
-    sigma = np.where(np.arange(n) < 400, rng.uniform(0.01, 0.05, n), rng.uniform(1.2, 1.8, n)) * z
-    g = Gaussians(np.column_stack([xy, z]), np.tile([1.0, 0, 0, 0], (n, 1)), np.stack([sigma, 0.9 * sigma, np.full(n, 1e-4)], 1),
-                  np.where(np.arange(n) < 400, 0.7, 0.008), rng.random((n, 3)))
-    context = both()[1]
-    def picture(x, y, width, height):
-        out = np.empty((1, height, width, 3), np.float32)
-        K = np.array([[[size, 0, size / 2 - x], [0, size, size / 2 - y], [0, 0, 1]]])
-        context.call("forward", caller(g), view_of(np.eye(4)[None], K, width, height, 0), struct("spl_image", rgb=out))
-        return out[0], context.report()["isect.tile"].used_bytes // 4
-    whole, isects = picture(0, 0, size, size)
-    assert isects > 2**31
-    for x, y in ((0, 0), (size - 500, 0), (7777, 8888), (0, size - 500), (size - 500, size - 500)):
-        part, few = picture(x, y, 500, 500)
-        assert few < 2**22 and part.std() > 0.01
-        error = np.abs(part - whole[y:y + 500, x:x + 500])
-        assert error.max() < 0.01 and (error > 5e-4).mean() < 1e-3, "only borderline pixels differ"

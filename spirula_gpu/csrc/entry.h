@@ -7,8 +7,11 @@ namespace spl {
 
 inline thread_local std::string create_error;
 
+struct Active { spl_ctx& c; ~Active() { deactivate(c); } };
+
 template <class F> int guarded(spl_ctx* c, F&& body) {
   if (!c) return SPL_E_ARGUMENT;
+  const Active until_the_end{*c};
   try {
     activate(*c);
     body(*c);
@@ -92,7 +95,7 @@ int64_t spl_constant(const char* name) {
 #undef X
 #define X(type) {"sizeof " #type, sizeof(type)},
       X(spl_create_params) X(spl_row) X(spl_gaussians) X(spl_view) X(spl_image) X(spl_gaussian_grads) X(spl_step)
-      X(spl_target) X(spl_hyper) X(spl_insert_params)
+      X(spl_target) X(spl_hyper) X(spl_insert_params) X(spl_memory)
 #undef X
       {"SPL_ABI_VERSION", SPL_ABI_VERSION}, {"SPL_N_ROWS", SPL_N_ROWS}, {"SPL_N_MAP_ROWS", SPL_N_MAP_ROWS}};
   for (const auto& t : table) if (name && !strcmp(t.name, name)) return t.value;
@@ -114,6 +117,7 @@ int spl_create(const spl_create_params* p, spl_ctx** out) {
     spl_destroy(c);
     return f.status;
   }
+  deactivate(*c);
   *out = c;
   return SPL_OK;
 }
@@ -128,6 +132,7 @@ void spl_destroy(spl_ctx* c) {
   for (Region& r : c->map) r.release();
   c->arena.release();
   close_context(*c);
+  deactivate(*c);
   delete c;
 }
 
@@ -301,5 +306,20 @@ int spl_buffer(spl_ctx* ctx, const char* name, void** ptr, int64_t* bytes) {
     if (!ptr || !bytes) fail(SPL_E_ARGUMENT, "ptr and bytes must be given");
     *bytes = c.used_bytes(r);
     *ptr = readable(c, r, *bytes);
+  });
+}
+
+int spl_memory_info(spl_ctx* ctx, spl_memory* out) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    spl_memory m = checked(out, "spl_memory");
+    measure(c, m);
+    *out = m;
+  });
+}
+
+int spl_fail_allocation(spl_ctx* ctx, int64_t nth) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    if (nth < 0) fail(SPL_E_ARGUMENT, "nth %lld: must be >= 0", (long long)nth);
+    c.fail_allocation = nth;
   });
 }

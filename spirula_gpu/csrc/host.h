@@ -27,6 +27,15 @@ inline void fail(int status, const char* format, ...) {
   va_end(args);
   throw Failure{status, text};
 }
+void memory_of_device(int64_t& free_bytes, int64_t& total_bytes);  // of the backend; 0 where that cannot be known
+[[noreturn]] inline void refuse_memory(int64_t bytes, const char* what) {  // so much could not be had; 0: it is not known how much
+  int64_t free = 0, total = 0;
+  memory_of_device(free, total);
+  char amount[48] = "memory";
+  if (bytes) snprintf(amount, sizeof amount, "%lld MiB", (long long)((bytes + (1 << 20) - 1) >> 20));
+  fail(SPL_E_MEMORY, "out of memory (%s): %s more is not to be had, %lld MiB are free of %lld; end what else runs there, or lower engine.max_gaussians, "
+       "engine.vram_budget_mb or the image size", what, amount, (long long)(free >> 20), (long long)(total >> 20));
+}
 template <class T> const T& checked(const T* p, const char* name) {
   if (!p || p->struct_size != (int64_t)sizeof(T)) fail(SPL_E_ARGUMENT, "%s: NULL or struct_size is not %zu: library and caller differ", name, sizeof(T));
   return *p;
@@ -70,8 +79,11 @@ struct Context {  // what a context of either backend owns
   double ms[SPL_N_PHASES] = {};
   int64_t n_isects = 0;     // of the newest projection
   LossSums sums{};          // of the newest loss
+  int64_t fail_allocation = 0;  // for tests: the how manieth growth from now on fails, and every one after it; 0: none
   Pending pending{};        // a training step that may still run ..
-  spl_step finished{sizeof(spl_step), 0, 0, -1, -1};  // .. and the newest that does not
+  spl_step finished{};      // .. and the newest that does not
+
+  Context() { finished.struct_size = sizeof finished; finished.n_pairs = finished.n_isects = -1; }
 
   template <class T> T* row(int r) {
     return (T*)(void*)(r < SPL_N_MAP_ROWS ? map[r].base : arena.base + plan.offset[r]);
@@ -103,9 +115,36 @@ inline int64_t held_bytes(const Context& c) {
   return sum;
 }
 
+// Region::commit, but memory can be refused on purpose.
+inline void commit(Context& c, Region& r, int64_t bytes, bool keep = true) {
+  if (c.fail_allocation && Region::rounded(bytes) > r.committed) {
+    if (c.fail_allocation == 1) refuse_memory(bytes - r.committed, "a test asked for it");
+    --c.fail_allocation;
+  }
+  r.commit(bytes, keep);
+}
+
+inline void forget_arena(Context& c) {  // its rows hold nothing and are laid out anew
+  c.capacity = c.counts = Counts{};
+  c.plan = ArenaPlan{};
+}
+
+// An arena of so many bytes, whose contents are lost. The address range is generous, so that growing keeps it where it is.
+inline void resize_arena(Context& c, int64_t bytes) {
+  try {
+    if (bytes > c.arena.reserved) {
+      c.arena.release();
+      c.arena.reserve(std::max<int64_t>(4 * bytes, 1ll << 30));
+    }
+    commit(c, c.arena, bytes, false);
+  } catch (const Failure&) {
+    if (c.arena.committed < c.plan.total) forget_arena(c);  // else it is as it was
+    throw;
+  }
+}
+
 // Grows the capacities and lays the arena out again; contents are lost. Capacities only grow, and what a call learns on
-// the way (blocks, pairs, intersections) gets headroom, unless the budget is too tight for either. The address range is
-// generous, so that growing keeps the arena where it is.
+// the way (blocks, pairs, intersections) gets headroom, unless the budget or the memory is too tight for either.
 inline void fit_arena(Context& c, const Counts& need) {
   Counts capacity = c.capacity;
   bool grow = c.arena.base == nullptr;
@@ -122,17 +161,23 @@ inline void fit_arena(Context& c, const Counts& need) {
   const int64_t others = held_bytes(c) - c.arena.committed;
   auto plan_for = [&](const Counts& counts) { return plan_arena(counts, c.params.sh_degree, c.params.arena_alias, c.params.arena_debug); };
   ArenaPlan plan = plan_for(capacity);
-  if (others + Region::rounded(plan.total) > c.budget()) plan = plan_for(capacity = need);
-  if (others + Region::rounded(plan.total) > c.budget())
-    fail(SPL_E_CAPACITY, "this view needs %lld MiB of scratch beside %lld MiB of map (%lld visible pairs, %lld intersections) > budget %lld MiB; "
-         "raise engine.vram_budget_mb or render smaller images", (long long)(plan.total >> 20), (long long)(others >> 20),
-         (long long)need[SPL_PAIRS], (long long)need[SPL_ISECTS], (long long)(c.budget() >> 20));
-  if (plan.total > c.arena.reserved) {
-    c.arena.release();
-    c.capacity = Counts{};
-    c.arena.reserve(std::max<int64_t>(4 * plan.total, 1ll << 30));
+  bool roomy = others + Region::rounded(plan.total) <= c.budget();
+  if (roomy) {
+    try {
+      resize_arena(c, plan.total);
+    } catch (const Failure& f) {
+      if (f.status != SPL_E_MEMORY) throw;
+      roomy = false;
+    }
   }
-  c.arena.commit(plan.total);
+  if (!roomy) {
+    plan = plan_for(capacity = need);
+    if (others + Region::rounded(plan.total) > c.budget())
+      fail(SPL_E_CAPACITY, "this view needs %lld MiB of scratch beside %lld MiB of map (%lld visible pairs, %lld intersections) > budget %lld MiB; "
+           "raise engine.vram_budget_mb or render smaller images", (long long)(plan.total >> 20), (long long)(others >> 20),
+           (long long)need[SPL_PAIRS], (long long)need[SPL_ISECTS], (long long)(c.budget() >> 20));
+    resize_arena(c, plan.total);
+  }
   c.plan = plan;
   c.capacity = capacity;
   c.counts = need;
@@ -149,7 +194,7 @@ inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_
     fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate",
          (long long)n, (long long)(after >> 20), (long long)(c.budget() >> 20));
   try {
-    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(want * c.item_bytes(r));
+    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) commit(c, c.map[r], std::max(want * c.item_bytes(r), c.map[r].committed));
   } catch (const Failure&) {  // all rows or none
     for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(c.n_capacity * c.item_bytes(r));
     throw;

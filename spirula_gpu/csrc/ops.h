@@ -7,7 +7,9 @@ namespace spl {
 // life cycle and time
 void open_context(spl_ctx&);                       // threads or device and stream; SPL_E_DEVICE if there is none
 void close_context(spl_ctx&);
-void activate(spl_ctx&);                           // at the start of every call: the device of this thread
+void activate(spl_ctx&);                           // at the start of every call: its device becomes this thread's ..
+void deactivate(spl_ctx&);                         // .. and at the end the one that was
+void measure(spl_ctx&, spl_memory&);
 void begin_phase(spl_ctx&, int phase);             // timing; in debug: canaries and poison
 void end_phases(spl_ctx&);                         // all work of the call is done when this returns
 void leave_phases(spl_ctx&);                       // it may run on: the next call's project(), or end_phases(), ends it

@@ -2,7 +2,8 @@
  *
  * THREAD RULE. A context belongs to one thread at a time; two contexts never share anything. No function takes a lock,
  * prints, throws or exits. Every function returns 0 (SPL_OK) or a negative spl_status; spl_error(ctx) then says the
- * number, the limit and the remedy, and the outputs are untouched.
+ * number, the limit and the remedy, and the outputs are untouched. CUDA: a call works in the device's primary context,
+ * as the CUDA runtime and torch do, and leaves the thread's current device as it was.
  *
  * POINTERS are host pointers. The CUDA library also takes device pointers of the context's device for every array of
  * Gaussians, gradients, images and targets (not for the view), and reads targets and Gaussians there without a copy.
@@ -55,6 +56,7 @@ typedef struct {
   int32_t device;         /* CUDA: device index */
   int32_t arena_alias;    /* 0: every arena row has bytes of its own (A/B switch; results are bit-identical on the CPU) */
   int32_t arena_debug;    /* 1: poison rows outside their phases and check canaries behind them */
+  int32_t no_paging;      /* CUDA: 1 = as where the driver has no virtual memory management: growing copies, with the old and the new of one row held meanwhile */
 } spl_create_params;
 
 SPL_API int32_t spl_abi_version(void);
@@ -62,7 +64,7 @@ SPL_API const char* spl_backend(void);               /* "cpu" or "cuda" */
 SPL_API int64_t spl_constant(const char* name);      /* any constant of layout.h or sizeof a struct; INT64_MIN: unknown */
 SPL_API int spl_create(const spl_create_params*, spl_ctx** out);
 SPL_API void spl_destroy(spl_ctx*);
-SPL_API int spl_set_stream(spl_ctx*, void* cuda_stream); /* CUDA: work goes there from now on; NULL: the context's own; the legacy default stream is (void*)1 */
+SPL_API int spl_set_stream(spl_ctx*, void* cuda_stream); /* CUDA: work goes there from now on, it must live as long; NULL: the context's own; the legacy default stream is (void*)1 */
 SPL_API const char* spl_error(const spl_ctx*);       /* NULL: the last failed spl_create of this thread */
 
 /* ---- memory: the one table of buffers (layout.h) ------------------------------------------------------------------ */
@@ -79,6 +81,15 @@ typedef struct {
 } spl_row;
 SPL_API int spl_report(spl_ctx*, spl_row* rows, int32_t capacity, int32_t* n_rows); /* all rows, then "arena" */
 SPL_API int spl_buffer(spl_ctx*, const char* name, void** ptr, int64_t* bytes);     /* for tests: a row as it is now */
+
+typedef struct {
+  int64_t struct_size;
+  int64_t free_bytes, total_bytes; /* of the device, as the driver says; CPU: of the machine */
+  int64_t process_bytes; /* CPU: resident. CUDA: what has gone from free_bytes since the context was created (the driver has no figure per process: others count too) */
+  int64_t pinned_bytes;  /* CUDA: host memory for copies to the device, twice the largest images that came as host pointers. Not a row and not in the budget, which are of the device */
+} spl_memory;
+SPL_API int spl_memory_info(spl_ctx*, spl_memory*);
+SPL_API int spl_fail_allocation(spl_ctx*, int64_t nth); /* for tests: as if memory ran out at the nth time from now on that a row of the map or the arena grows; 0: there is enough */
 
 /* ---- the map: raw (optimiser) parametrisation ---------------------------------------------------------------------- */
 enum { SPL_ACTIVATED = 1 }; /* spl_gaussians.flags: log_scales holds scales in m, logit_opacities holds opacities */

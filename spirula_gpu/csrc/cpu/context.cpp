@@ -4,6 +4,8 @@
 #include <unistd.h>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <omp.h>
 
@@ -26,12 +28,11 @@ void Region::reserve(int64_t bytes) {
   base = (uint8_t*)p;
 }
 
-void Region::commit(int64_t bytes) {
+void Region::commit(int64_t bytes, bool) {
   bytes = rounded(bytes);
   if (bytes > committed) {
     if (bytes > reserved) fail(SPL_E_CAPACITY, "%lld bytes > %lld reserved", (long long)bytes, (long long)reserved);
-    if (mprotect(base + committed, bytes - committed, PROT_READ | PROT_WRITE))
-      fail(SPL_E_MEMORY, "cannot take %lld MiB more (%s): lower engine.max_gaussians or engine.vram_budget_mb", (long long)((bytes - committed) >> 20), strerror(errno));
+    if (mprotect(base + committed, bytes - committed, PROT_READ | PROT_WRITE)) refuse_memory(bytes - committed, strerror(errno));
     memset(base + committed, 0, bytes - committed);  // resident now: what we report is what the process holds
   } else if (bytes < committed) {
     madvise(base + bytes, committed - bytes, MADV_DONTNEED);
@@ -45,10 +46,31 @@ void Region::release() {
   *this = Region{};
 }
 
+static int64_t kilobytes(const char* file, const char* key) {
+  int64_t value = 0;
+  char line[256];
+  FILE* f = fopen(file, "r");
+  while (f && fgets(line, sizeof line, f)) if (!strncmp(line, key, strlen(key))) value = atoll(line + strlen(key));
+  if (f) fclose(f);
+  return value;
+}
+
+void memory_of_device(int64_t& free_bytes, int64_t& total_bytes) {
+  free_bytes = kilobytes("/proc/meminfo", "MemAvailable:") << 10;
+  total_bytes = kilobytes("/proc/meminfo", "MemTotal:") << 10;
+}
+
+void measure(spl_ctx&, spl_memory& o) {
+  memory_of_device(o.free_bytes, o.total_bytes);
+  o.process_bytes = kilobytes("/proc/self/status", "VmRSS:") << 10;
+  o.pinned_bytes = 0;
+}
+
 // ---- life cycle
 void open_context(spl_ctx& c) { c.threads = c.params.threads ? c.params.threads : omp_get_num_procs(); }
 void close_context(spl_ctx&) {}
 void activate(spl_ctx&) {}
+void deactivate(spl_ctx&) {}
 
 // ---- phases -----------------------------------------------------------------------------------------------------------
 static double now_ms() {

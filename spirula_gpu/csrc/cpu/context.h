@@ -20,7 +20,7 @@ struct Region {
   uint8_t* base = nullptr;
   int64_t reserved = 0, committed = 0;
   void reserve(int64_t bytes);
-  void commit(int64_t bytes);  // grows or shrinks to a page multiple; new bytes are zero and resident
+  void commit(int64_t bytes, bool keep = true);  // grows or shrinks to a page multiple; new bytes are zero and resident; the rest always stays
   void release();
   static int64_t rounded(int64_t bytes);  // what commit takes
 };

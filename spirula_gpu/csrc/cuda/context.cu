@@ -4,21 +4,14 @@
 
 namespace spl {
 
-// ---- errors -------------------------------------------------------------------------------------------------------------
-void check(cudaError_t e, const char* what) {
-  if (e == cudaSuccess) return;
-  cudaGetLastError();
-  if (e == cudaErrorMemoryAllocation) {
-    size_t free = 0, total = 0;
-    cudaMemGetInfo(&free, &total);
-    fail(SPL_E_MEMORY, "%s: the device is out of memory (%lld MiB free of %lld); lower engine.vram_budget_mb, engine.max_gaussians or the image size",
-         what, (long long)(free >> 20), (long long)(total >> 20));
-  }
-  fail(SPL_E_DEVICE, "%s: %s (CUDA error %d); the device may need a new process, or use engine.backend cpu", what, cudaGetErrorString(e), (int)e);
-}
-
-// ---- the driver's virtual memory management, looked up so that nothing links libcuda ---------------------------------------
+// ---- the driver's part that the runtime does not offer, looked up so that nothing links libcuda ------------------------------
 struct Driver {
+  PFN_cuGetErrorName_v6000 error_name;
+  PFN_cuDevicePrimaryCtxRetain_v7000 retain;
+  PFN_cuCtxPushCurrent_v4000 push;
+  PFN_cuCtxPopCurrent_v4000 pop;
+  PFN_cuCtxGetDevice_v2000 current;
+  PFN_cuDeviceGetAttribute_v2000 attribute;
   PFN_cuMemAddressReserve_v10020 address_reserve;
   PFN_cuMemAddressFree_v10020 address_free;
   PFN_cuMemCreate_v10020 create;
@@ -27,8 +20,7 @@ struct Driver {
   PFN_cuMemUnmap_v10020 unmap;
   PFN_cuMemSetAccess_v10020 set_access;
   PFN_cuMemGetAllocationGranularity_v10020 granularity;
-  PFN_cuDeviceGetAttribute_v2000 attribute;
-  bool complete;
+  bool contexts, paging;  // what is complete
 };
 
 template <class F> static bool look_up(const char* name, F& f) {
@@ -46,24 +38,53 @@ template <class F> static bool look_up(const char* name, F& f) {
 static const Driver& driver() {
   static const Driver d = [] {
     Driver d{};
-    d.complete = look_up("cuMemAddressReserve", d.address_reserve) && look_up("cuMemAddressFree", d.address_free) && look_up("cuMemCreate", d.create) &&
-                 look_up("cuMemRelease", d.release) && look_up("cuMemMap", d.map) && look_up("cuMemUnmap", d.unmap) && look_up("cuMemSetAccess", d.set_access) &&
-                 look_up("cuMemGetAllocationGranularity", d.granularity) && look_up("cuDeviceGetAttribute", d.attribute);
+    d.contexts = look_up("cuGetErrorName", d.error_name) && look_up("cuDevicePrimaryCtxRetain", d.retain) && look_up("cuCtxPushCurrent", d.push) &&
+                 look_up("cuCtxPopCurrent", d.pop) && look_up("cuCtxGetDevice", d.current) && look_up("cuDeviceGetAttribute", d.attribute);
+    d.paging = d.contexts && look_up("cuMemAddressReserve", d.address_reserve) && look_up("cuMemAddressFree", d.address_free) && look_up("cuMemCreate", d.create) &&
+               look_up("cuMemRelease", d.release) && look_up("cuMemMap", d.map) && look_up("cuMemUnmap", d.unmap) && look_up("cuMemSetAccess", d.set_access) &&
+               look_up("cuMemGetAllocationGranularity", d.granularity);
     cudaGetLastError();
     return d;
   }();
   return d;
 }
 
-static int this_device() {
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
+// ---- errors -------------------------------------------------------------------------------------------------------------
+// After a fault in a kernel every later call fails, and only a new process helps.
+[[noreturn]] static void refuse_device(const char* what, const char* error, int number) {
+  const bool broken = cudaDeviceSynchronize() != cudaSuccess;
+  cudaGetLastError();
+  fail(SPL_E_DEVICE, "%s: %s (CUDA error %d); %s", what, error, number,
+       broken ? "CUDA refuses this process from now on: start it again, or use engine.backend cpu" : "check nvidia-smi, or use engine.backend cpu");
+}
+
+void check(cudaError_t e, const char* what) {
+  if (e == cudaSuccess) return;
+  cudaGetLastError();
+  if (e == cudaErrorMemoryAllocation) refuse_memory(0, what);
+  refuse_device(what, cudaGetErrorString(e), (int)e);
+}
+
+static void check(CUresult e, const char* what, int64_t bytes = 0) {  // bytes: that it should take
+  if (e == CUDA_SUCCESS) return;
+  if (e == CUDA_ERROR_OUT_OF_MEMORY) refuse_memory(bytes, what);
+  const char* name = nullptr;
+  driver().error_name(e, &name);
+  refuse_device(what, name ? name : "unknown error", (int)e);
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------------------
+constexpr int64_t CHUNK_BYTES = 16ll << 20;  // more than this is mapped in up to 16 pieces, so that shrinking has something to give back
+
+static CUdevice this_device() {
+  CUdevice device = 0;
+  check(driver().current(&device), "asking for the device");
   return device;
 }
 
 static bool virtual_memory() {
   int yes = 0;
-  return driver().complete && driver().attribute(&yes, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, this_device()) == CUDA_SUCCESS && yes;
+  return driver().paging && driver().attribute(&yes, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, this_device()) == CUDA_SUCCESS && yes;
 }
 
 static CUmemAllocationProp allocation_of(int device) {
@@ -74,47 +95,25 @@ static CUmemAllocationProp allocation_of(int device) {
   return p;
 }
 
-static int64_t page_bytes() {
-  if (!virtual_memory()) return 512;
-  const CUmemAllocationProp p = allocation_of(this_device());
-  size_t bytes = 0;
-  return driver().granularity(&bytes, &p, CU_MEM_ALLOC_GRANULARITY_MINIMUM) == CUDA_SUCCESS && bytes ? (int64_t)bytes : 2ll << 20;
+// Without paging too: cudaMalloc serves large pieces in pages of 2 MiB, and the report shall be what the driver says.
+int64_t Region::rounded(int64_t bytes) {
+  size_t page = 0;
+  if (driver().paging) {
+    const CUmemAllocationProp p = allocation_of(this_device());
+    if (driver().granularity(&page, &p, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS) page = 0;
+  }
+  return align_up(bytes, page ? (int64_t)page : 2ll << 20);
 }
-
-int64_t Region::rounded(int64_t bytes) { return align_up(bytes, page_bytes()); }
 
 void Region::reserve(int64_t bytes) {
   bytes = rounded(std::max<int64_t>(bytes, 1));
-  if (virtual_memory()) {
+  if (paged) {
     CUdeviceptr p = 0;
     const CUresult e = driver().address_reserve(&p, bytes, 0, 0, 0);
     if (e != CUDA_SUCCESS) fail(SPL_E_MEMORY, "cannot reserve %lld MiB of device addresses (CUDA driver error %d): lower engine.max_gaussians", (long long)(bytes >> 20), (int)e);
     base = (uint8_t*)p;
   }
   reserved = bytes;
-}
-
-static void grow_pages(Region& r, int64_t bytes) {
-  const int device = this_device();
-  const CUmemAllocationProp p = allocation_of(device);
-  Region::Chunk chunk{0, r.committed, bytes - r.committed};
-  CUresult e = driver().create(&chunk.handle, chunk.bytes, &p, 0);
-  if (e == CUDA_ERROR_OUT_OF_MEMORY) check(cudaErrorMemoryAllocation, "taking more memory");
-  if (e != CUDA_SUCCESS) fail(SPL_E_DEVICE, "cuMemCreate of %lld MiB: CUDA driver error %d", (long long)(chunk.bytes >> 20), (int)e);
-  const CUdeviceptr at = (CUdeviceptr)(r.base + chunk.begin);
-  CUmemAccessDesc access{};
-  access.location = p.location;
-  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  e = driver().map(at, chunk.bytes, 0, chunk.handle, 0);
-  if (e == CUDA_SUCCESS) {
-    r.chunks.push_back(chunk);
-    r.committed = bytes;
-    e = driver().set_access(at, chunk.bytes, &access, 1);
-  } else {
-    driver().release(chunk.handle);
-  }
-  if (e != CUDA_SUCCESS) fail(SPL_E_DEVICE, "mapping %lld MiB: CUDA driver error %d", (long long)(chunk.bytes >> 20), (int)e);
-  check(cudaMemset(r.base + chunk.begin, 0, chunk.bytes), "clearing new memory");
 }
 
 static void shrink_pages(Region& r, int64_t bytes) {
@@ -127,36 +126,93 @@ static void shrink_pages(Region& r, int64_t bytes) {
   }
 }
 
-static void reallocate(Region& r, int64_t bytes) {
+static void add_chunk(Region& r, int64_t bytes) {
+  const CUmemAllocationProp p = allocation_of(this_device());
+  Region::Chunk chunk{0, r.committed, bytes};
+  r.chunks.reserve(r.chunks.size() + 1);  // what is mapped must not be forgotten
+  check(driver().create(&chunk.handle, chunk.bytes, &p, 0), "growing", bytes);
+  const CUdeviceptr at = (CUdeviceptr)(r.base + chunk.begin);
+  const CUresult e = driver().map(at, chunk.bytes, 0, chunk.handle, 0);
+  if (e != CUDA_SUCCESS) driver().release(chunk.handle);
+  check(e, "mapping memory", bytes);
+  r.chunks.push_back(chunk);
+  r.committed += bytes;
+  CUmemAccessDesc access{};
+  access.location = p.location;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  check(driver().set_access(at, chunk.bytes, &access, 1), "mapping memory", bytes);
+  check(cudaMemset(r.base + chunk.begin, 0, chunk.bytes), "clearing new memory");
+}
+
+static void grow_pages(Region& r, int64_t bytes) {  // all of it, or an exception and nothing
+  const int64_t before = r.committed, piece = std::max(CHUNK_BYTES, Region::rounded((bytes - before) / 16));
+  try {
+    while (r.committed < bytes) add_chunk(r, std::min(piece, bytes - r.committed));
+  } catch (...) {
+    shrink_pages(r, before);
+    throw;
+  }
+}
+
+static void reallocate(Region& r, int64_t bytes, bool keep) {
+  const bool smaller = bytes < r.committed;
+  if (!keep || !bytes) {
+    cudaFree(r.base);
+    r.base = nullptr;
+    r.committed = 0;
+  }
+  if (!bytes) return;
   void* p = nullptr;
-  if (bytes) check(cudaMalloc(&p, bytes), "taking more memory");
-  if (bytes) check(cudaMemset(p, 0, bytes), "clearing new memory");
-  if (r.base && bytes) check(cudaMemcpy(p, r.base, std::min(bytes, r.committed), cudaMemcpyDeviceToDevice), "moving to larger memory");
-  check(cudaDeviceSynchronize(), "moving to larger memory");
+  const cudaError_t e = cudaMalloc(&p, bytes);
+  if (e == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    if (smaller && keep) return;  // no room for the copy: it stays larger
+    refuse_memory(bytes, "growing");
+  }
+  check(e, "growing");
+  check(cudaMemset(p, 0, bytes), "clearing new memory");
+  if (r.base) check(cudaMemcpy(p, r.base, std::min(bytes, r.committed), cudaMemcpyDeviceToDevice), "moving to other memory");
+  check(cudaDeviceSynchronize(), "moving to other memory");
   cudaFree(r.base);
   r.base = (uint8_t*)p;
   r.committed = bytes;
 }
 
-void Region::commit(int64_t bytes) {
+void Region::commit(int64_t bytes, bool keep) {
   bytes = rounded(bytes);
   if (bytes > reserved) fail(SPL_E_CAPACITY, "%lld bytes > %lld reserved", (long long)bytes, (long long)reserved);
   if (bytes == committed) return;
   check(cudaDeviceSynchronize(), "before memory changes");
-  if (!virtual_memory()) return reallocate(*this, bytes);
+  if (!paged) return reallocate(*this, bytes, keep);
   if (bytes > committed) grow_pages(*this, bytes); else shrink_pages(*this, bytes);
   check(cudaDeviceSynchronize(), "clearing new memory");  // another stream uses it next
 }
 
 void Region::release() {
-  cudaDeviceSynchronize();
-  if (!virtual_memory()) {
-    cudaFree(base);
-  } else if (base) {
+  if (base) cudaDeviceSynchronize();
+  if (base && paged) {
     shrink_pages(*this, 0);
     driver().address_free((CUdeviceptr)base, reserved);
+  } else if (base) {
+    cudaFree(base);
   }
+  const bool was_paged = paged;
   *this = Region{};
+  paged = was_paged;
+}
+
+void memory_of_device(int64_t& free_bytes, int64_t& total_bytes) {
+  size_t free = 0, total = 0;
+  const cudaError_t e = cudaMemGetInfo(&free, &total);
+  if (e != cudaSuccess) cudaGetLastError();
+  free_bytes = (int64_t)free;
+  total_bytes = (int64_t)total;
+}
+
+void measure(spl_ctx& c, spl_memory& o) {
+  memory_of_device(o.free_bytes, o.total_bytes);
+  o.process_bytes = std::max<int64_t>(c.free_at_start - o.free_bytes, 0);
+  o.pinned_bytes = c.staging_bytes + (int64_t)sizeof(Readback);
 }
 
 // ---- life cycle -------------------------------------------------------------------------------------------------------------
@@ -174,8 +230,10 @@ static void check_device(int device) {
          driver_version / 1000, driver_version % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
   if (e == cudaErrorNoDevice || n == 0) fail(SPL_E_DEVICE, "no CUDA device is visible (%s); check nvidia-smi and CUDA_VISIBLE_DEVICES, or use engine.backend cpu", cudaGetErrorString(e));
   check(e, "cudaGetDeviceCount");
-  if (device < 0 || device >= n) fail(SPL_E_DEVICE, "device %d: this machine has %d CUDA devices, 0..%d", device, n, n - 1);
-  check(cudaSetDevice(device), "cudaSetDevice");
+  if (device < 0 || device >= n) fail(SPL_E_ARGUMENT, "device %d: this machine has %d CUDA devices; set engine.device to 0..%d", device, n, n - 1);
+}
+
+static void check_code(int device) {
   cudaFuncAttributes a;
   const cudaError_t code = cudaFuncGetAttributes(&a, probe_kernel);
   if (code != cudaErrorNoKernelImageForDevice && code != cudaErrorInvalidDeviceFunction) return check(code, "looking for code for this device");
@@ -188,7 +246,17 @@ static void check_device(int device) {
 }
 
 void open_context(spl_ctx& c) {
-  check_device(c.params.device);
+  const int device = c.params.device;
+  check_device(device);
+  if (!driver().contexts) fail(SPL_E_DEVICE, "the NVIDIA driver does not offer primary contexts; update it or use engine.backend cpu");
+  check(driver().retain(&c.primary, device), "opening the device");  // for good, as the runtime does: others use it too
+  activate(c);
+  check_code(device);
+  int64_t total;
+  memory_of_device(c.free_at_start, total);
+  const bool paged = !c.params.no_paging && virtual_memory();
+  for (Region& r : c.map) r.paged = paged;
+  c.arena.paged = paged;
   check(cudaStreamCreateWithFlags(&c.own_stream, cudaStreamNonBlocking), "cudaStreamCreate");
   c.stream = c.own_stream;
   for (Times& t : c.times) for (cudaEvent_t& e : t.event) check(cudaEventCreate(&e), "cudaEventCreate");
@@ -197,6 +265,7 @@ void open_context(spl_ctx& c) {
 }
 
 void close_context(spl_ctx& c) {
+  if (!c.primary) return;  // a call of the runtime would take the default device
   cudaFreeHost(c.staging);
   cudaFreeHost(c.readback);
   for (Times& t : c.times) for (cudaEvent_t e : t.event) if (e) cudaEventDestroy(e);
@@ -205,9 +274,19 @@ void close_context(spl_ctx& c) {
   cudaGetLastError();
 }
 
+// The device's primary context, which the runtime and torch use too, on top of whatever is current. cudaSetDevice would also
+// do, but going back with it makes a context on a device that the caller may never have used.
 void activate(spl_ctx& c) {
+  if (!c.primary || c.active) return;
+  check(driver().push(c.primary), "using the device");
+  c.active = true;
   cudaGetLastError();  // what others left
-  check(cudaSetDevice(c.params.device), "cudaSetDevice");
+}
+
+void deactivate(spl_ctx& c) {
+  CUcontext popped;
+  if (c.active) driver().pop(&popped);
+  c.active = false;
 }
 
 void use_stream(spl_ctx& c, void* stream) {
@@ -231,7 +310,11 @@ static uint8_t* staged(spl_ctx& c, int64_t bytes) {
     cudaFreeHost(c.staging);
     c.staging = nullptr;
     c.staging_bytes = c.staging_used = 0;
-    check(cudaHostAlloc((void**)&c.staging, 2 * bytes, cudaHostAllocDefault), "pinned memory");
+    if (cudaHostAlloc((void**)&c.staging, 2 * bytes, cudaHostAllocDefault) != cudaSuccess) {
+      cudaGetLastError();
+      c.staging = nullptr;
+      fail(SPL_E_MEMORY, "cannot pin %lld MiB of host memory for copies; raise ulimit -l or give device pointers", (long long)(2 * bytes >> 20));
+    }
     c.staging_bytes = 2 * bytes;
   }
   uint8_t* p = c.staging + c.staging_used;

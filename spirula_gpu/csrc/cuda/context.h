@@ -11,14 +11,15 @@
 namespace spl {
 
 // A device address range that is reserved once and backed by memory as it grows: pointers stay, growth copies nothing.
-// Where the driver has no virtual memory management, growth allocates anew and copies.
+// Without the driver's virtual memory management (not `paged`) growth allocates anew and copies.
 struct Region {
   struct Chunk { CUmemGenericAllocationHandle handle; int64_t begin, bytes; };
+  bool paged = false;          // set once, when the context is opened
   uint8_t* base = nullptr;
   int64_t reserved = 0, committed = 0;
   std::vector<Chunk> chunks;
   void reserve(int64_t bytes);
-  void commit(int64_t bytes);  // grows or shrinks; new bytes are zero
+  void commit(int64_t bytes, bool keep = true);  // grows, or shrinks as far as it can; new bytes are zero. !keep: the contents may be lost
   void release();
   static int64_t rounded(int64_t bytes);  // what commit takes
 };
@@ -56,6 +57,9 @@ struct Dims {  // of a View, for kernels
 }  // namespace spl
 
 struct spl_ctx : spl::Context {
+  CUcontext primary = nullptr;     // of the device
+  bool active = false;             // `primary` is on this thread's stack of contexts: a call is running
+  int64_t free_at_start = 0;       // bytes of the device
   cudaStream_t stream = nullptr, own_stream = nullptr;
   spl::Times times[2];             // of this step, and of the one before, which may still run
   int now = 0;

@@ -37,12 +37,7 @@ static uint8_t* scratch(spl_ctx& c, int64_t& bytes) {
     bytes = c.arena.committed;
     return c.arena.base;
   }
-  if (c.arena.reserved < bytes) {
-    c.arena.release();
-    c.capacity = Counts{};
-    c.arena.reserve(std::max<int64_t>(bytes, 1ll << 30));
-  }
-  c.arena.commit(bytes);
+  resize_arena(c, bytes);
   return c.arena.base;
 }
 constexpr int64_t SCRATCH_BYTES = 32ll << 20;
