@@ -88,7 +88,9 @@ def draw(function, arguments: dict, **settings) -> tuple[tuple, dict, dict]:
 
 def gradients(images: tuple, leaves: dict, v: tuple) -> dict:
     torch.autograd.backward(images, [x.to(images[0].device) for x in v])
-    return {k: leaves[k].grad for k in INPUTS}
+    out = {k: leaves[k].grad for k in INPUTS}
+    out["viewmats"] = out["viewmats"][..., :3, :]  # the last row is a constant; by gsplat's matrix inverse it has a gradient nevertheless
+    return out
 
 
 def values(images: tuple, edge: Tensor) -> dict:

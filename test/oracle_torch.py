@@ -47,7 +47,7 @@ def render_one(means, quats, scales, opacities, sh, viewmat, K, width, height, d
     if sh.ndim == 2:
         rgb = sh
     else:
-        basis = _Basis.apply(F.normalize(means - torch.linalg.inv(viewmat)[:3, 3], dim=1))[:, :(degree + 1)**2]
+        basis = _Basis.apply(F.normalize(means + torch.linalg.inv(R) @ shift, dim=1))[:, :(degree + 1)**2]
         rgb = (0.5 + torch.einsum("nk,nkc->nc", basis, sh[:, :(degree + 1)**2])).clamp_min(0)
     order = torch.argsort(z.detach(), stable=True)
     order = order[z.detach()[order] > near]
