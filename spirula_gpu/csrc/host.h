@@ -31,9 +31,9 @@ void memory_of_device(int64_t& free_bytes, int64_t& total_bytes);  // of the bac
 [[noreturn]] inline void refuse_memory(int64_t bytes, const char* what) {  // so much could not be had; 0: it is not known how much
   int64_t free = 0, total = 0;
   memory_of_device(free, total);
-  char amount[48] = "memory";
-  if (bytes) snprintf(amount, sizeof amount, "%lld MiB", (long long)((bytes + (1 << 20) - 1) >> 20));
-  fail(SPL_E_MEMORY, "out of memory (%s): %s more is not to be had, %lld MiB are free of %lld; end what else runs there, or lower engine.max_gaussians, "
+  char amount[48] = "what it needs";
+  if (bytes) snprintf(amount, sizeof amount, "%lld MiB more", (long long)((bytes + (1 << 20) - 1) >> 20));
+  fail(SPL_E_MEMORY, "out of memory (%s): %s is not to be had, %lld MiB are free of %lld; end what else runs there, or lower engine.max_gaussians, "
        "engine.vram_budget_mb or the image size", what, amount, (long long)(free >> 20), (long long)(total >> 20));
 }
 template <class T> const T& checked(const T* p, const char* name) {
