@@ -38,8 +38,9 @@ def run(device, mode="RGB+D", backend="auto", takes="cuda"):
     weight = torch.tensor(np.random.default_rng(1).random(render.shape, np.float32), device=device)
     ((render * weight).sum() + alphas.square().sum()).backward()
     leaves = [*g, viewmats, background]
-    assert all(leaf.grad.device == leaf.device for leaf in leaves)
-    return [t.detach().cpu().numpy() for t in (render, alphas, *(leaf.grad for leaf in leaves))]
+    grads = [torch.zeros_like(leaf) if mode == "D" and leaf is background else leaf.grad for leaf in leaves]  # depth has no background
+    assert all(grad.device == leaf.device for grad, leaf in zip(grads, leaves))
+    return [t.detach().cpu().numpy() for t in (render, alphas, *grads)]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "D", "RGB+D"])

@@ -83,7 +83,8 @@ def test_a_map_that_cannot_grow_is_as_it_was(what, no_paging, backend):
             np.testing.assert_array_equal(a, b)
 
     refused = refuse_each(context, MAP_GROWS[what], unchanged)
-    assert refused == sum(row.capacity_bytes > held[name] for name, row in context.report().items() if row.saved) > 5, "every row that grows"  # a page of a GPU is 2 MiB
+    assert refused == sum(row.capacity_bytes > held[name] for name, row in context.report().items() if row.saved), "every row that grows"
+    assert refused > (5 if backend == "cpu" else 1)  # a page of a GPU is 2 MiB: most rows have room
     MAP_GROWS[what](other)
     assert len(context) == len(other) > 16384
     assert_rows(context, other.map_rows())

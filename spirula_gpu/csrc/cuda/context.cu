@@ -149,6 +149,7 @@ static void grow_pages(Region& r, int64_t bytes) {  // all of it, or an exceptio
   try {
     while (r.committed < bytes) add_chunk(r, std::min(piece, bytes - r.committed));
   } catch (...) {
+    cudaDeviceSynchronize();  // what was mapped is still being cleared
     shrink_pages(r, before);
     throw;
   }
