@@ -104,12 +104,21 @@ template <class Key> __global__ void __launch_bounds__(128) keys_kernel(Dims v, 
   for (int64_t begin = search(rows.first, rows.nnz, low); begin < rows.nnz && rows.first[begin] < high; begin += 32) write_pairs(v, rows, begin, low, high);
 }
 
+template <class Key> constexpr int KEYS_PER_LOAD = 16 / sizeof(Key);
+
+// start[t]: where tile t begins; a thread looks at 16 bytes of keys.
 template <class Key> __global__ void tile_ranges_kernel(const Key* key, int64_t n, int64_t tiles, int64_t* start) {
-  const int64_t i = thread_id();
-  if (i >= n) return;
-  const int64_t tile = key[i];
-  for (int64_t t = i ? (int64_t)key[i - 1] + 1 : 0; t <= tile; ++t) start[t] = i;
-  if (i == n - 1) for (int64_t t = tile + 1; t <= tiles; ++t) start[t] = n;
+  constexpr int MANY = KEYS_PER_LOAD<Key>;
+  const int64_t first = thread_id() * MANY;
+  if (first >= n) return;
+  alignas(16) Key mine[MANY];
+  if (first + MANY <= n) *(uint4*)mine = *(const uint4*)(key + first);
+  else for (int k = 0; k < MANY; ++k) mine[k] = key[min(first + k, n - 1)];
+  int64_t next = first ? (int64_t)key[first - 1] + 1 : 0;  // the tile after the newest that has begun
+#pragma unroll
+  for (int k = 0; k < MANY; ++k)
+    for (; next <= (int64_t)mine[k]; ++next) start[next] = first + k;
+  if (first + MANY >= n) for (; next <= tiles; ++next) start[next] = n;
 }
 
 // Nearest first, into proj.order; first[i]: where the intersections of the i-th begin.
@@ -140,7 +149,7 @@ template <class Key> static void sort_by_tile(spl_ctx& c, const View& v, int64_t
     check(cudaMemcpyAsync(c.row<uint32_t>(R_PAIR), pairs.Current(), n * 4, cudaMemcpyDeviceToDevice, c.stream), "copying pairs");
     c.sort_from_alt = !c.sort_from_alt;
   }
-  tile_ranges_kernel<<<blocks_for(n, 256), 256, 0, c.stream>>>(keys.Current(), n, v.tiles(), c.row<int64_t>(R_TILE_START));
+  tile_ranges_kernel<<<blocks_for((n + KEYS_PER_LOAD<Key> - 1) / KEYS_PER_LOAD<Key>, 256), 256, 0, c.stream>>>(keys.Current(), n, v.tiles(), c.row<int64_t>(R_TILE_START));
   launched("tile_ranges_kernel");
 }
 
