@@ -15,6 +15,7 @@ class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
+        self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
         self._rng = np.random.default_rng(config.engine.seed + 1)
 
     def step(self, keyframes: Keyframes) -> None:
@@ -24,14 +25,17 @@ class Trainer:
         degree = min(self.engine.sh_degree, self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
         frame = keyframe.frame
         try:
-            stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m)
+            stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m, wait=False)
         except NativeError as e:
             if e.kind != "capacity" or not self._make_room(str(e)):
                 raise
+            self._running = None
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which has made room now
             return
-        keyframe.trained(stats.loss)
-        self.loss = stats.loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * stats.loss
+        if self._running:
+            self._running.trained(stats.loss)
+            self.loss = stats.loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * stats.loss
+        self._running = keyframe
         self.steps += 1
         p = self.config.prune
         if p.interval_steps and self.steps % p.interval_steps == 0:
