@@ -59,15 +59,15 @@ def kernel_ms(step, repeats: int = 5) -> dict[str, float]:
     return {name: round(ms, 4) for name, ms in sorted(total.items(), key=lambda item: -item[1])}
 
 
-def load_engine(scene, n: int, light: bool) -> native.Engine:
+def load_engine(scene, n: int, light: bool, options: dict) -> native.Engine:
     s = scene.make_scene(n, size=scene.SIZE_LIGHT if light else None, dev="cuda")
-    engine = native.Engine("cuda", max_gaussians=n)
+    engine = native.Engine("cuda", max_gaussians=n, **options)
     sh = torch.cat([s["sh0"], s["shN"]], 1)
     engine.append(*(a.cpu().numpy() for a in (s["means"], s["quats"], s["log_scales"], s["logit_opac"], sh)))
     return engine
 
 
-def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool) -> dict:
+def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool, options: dict) -> dict:
     n, cameras, width, height = CASES[name]
     viewmats, Ks = scene.make_cameras(cameras, width, height)
     target = (scene.make_target(cameras, width, height) * 255).to(torch.uint8).cuda().contiguous()
@@ -76,7 +76,7 @@ def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool) -> dict
     image = native.Image(rgb=out[0].data_ptr(), alpha=out[1].data_ptr(), depth=out[2].data_ptr())
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info()[0]
-    with load_engine(scene, n, name.endswith("light")) as engine:
+    with load_engine(scene, n, name.endswith("light"), options) as engine:
         torch.cuda.empty_cache()
         render = lambda: engine._check(engine._lib.spl_render(engine._ctx, ctypes.byref(view), ctypes.byref(image)))
         forward_ms, _ = median(render, warm_up, repeats)
@@ -103,20 +103,21 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--kernels", action="store_true", help="per-kernel times of the step")
+    parser.add_argument("--no-alias", action="store_true", help="every arena row has bytes of its own")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     spec = importlib.util.spec_from_file_location("scene", args.scene)
     scene = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(scene)
-    rows = []
+    rows, options = [], dict(arena_alias=not args.no_alias)
     for name in args.cases.split(","):
-        rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels))
+        rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options))
         print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,}  isects {r['isects']:,}  "
               + "  ".join(f"{k} {v:.3f}" for k, v in r["step_phases_ms"].items()), flush=True)
         for kernel, ms in list(r["kernels_ms"].items())[:20]:
             print(f"          {ms:8.4f} ms  {kernel}", flush=True)
-    result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__,
+    result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__, engine=options,
                   warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
     if args.out:
         with open(args.out, "w") as file:
