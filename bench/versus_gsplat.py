@@ -80,7 +80,7 @@ def measure_ours(scene, inputs: Inputs) -> dict:
     image, hyper = native.Image(rgb=out[0].data_ptr(), alpha=out[1].data_ptr(), depth=out[2].data_ptr()), native.Hyper(**RATES)
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
-    with load_engine(scene, n, inputs.name.endswith("light")) as engine:
+    with load_engine(scene, n, inputs.name.endswith("light"), {}) as engine:
         forward = lambda: engine._check(engine._lib.spl_render(engine._ctx, ctypes.byref(view), ctypes.byref(image)))
         step = lambda: engine.train_step(view, inputs.target, hyper)
         torch.cuda.empty_cache()  # of making the scene
