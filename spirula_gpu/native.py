@@ -42,7 +42,7 @@ def _struct(name: str, **fields):
 
 
 CreateParams = _struct("spl_create_params", max_gaussians=i64, budget_bytes=i64, sh_degree=c.c_int32, threads=c.c_int32,
-                       device=c.c_int32, arena_alias=c.c_int32, arena_debug=c.c_int32)
+                       device=c.c_int32, arena_alias=c.c_int32, arena_debug=c.c_int32, precision=c.c_int32)
 Gaussians = _struct("spl_gaussians", flags=i64, n=i64, sh_degree=i64, means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p)
 View = _struct("spl_view", n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, sh_degree=c.c_int32, blur_px2=c.c_float,
                near_m=c.c_float, background=c.c_float * 3, reserved=c.c_int32, viewmats=f32p, Ks=f32p)

@@ -367,8 +367,9 @@ SPL_FN uint32_t mixed(uint32_t x) {  // lowbias32 (Wellons 2018)
   x ^= x >> 15; x *= 0x846ca68bu;
   return x ^ x >> 16;
 }
+SPL_FN uint32_t random_key(uint32_t seed, uint32_t gaussian, uint32_t step) { return mixed(seed ^ mixed(gaussian ^ mixed(step))); }  // of one step of one Gaussian
 SPL_FN Vec3 normals(uint32_t seed, uint32_t gaussian, uint32_t step) {  // Box and Muller
-  const uint32_t key = mixed(seed ^ mixed(gaussian ^ mixed(step)));
+  const uint32_t key = random_key(seed, gaussian, step);
   float r[2], angle[2];
   for (int k = 0; k < 2; ++k) {
     r[k] = sqrtf(-2 * logf(((mixed(key + 2 * k) >> 8) + 0.5f) * (1.0f / 16777216.0f)));
