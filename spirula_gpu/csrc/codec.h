@@ -43,7 +43,7 @@ SPL_FN float step_of(int e) { return power_of_two(e - 15); }            // of th
 SPL_FN float inverse_step_of(int e) { return power_of_two(15 - e); }
 SPL_FN int16_t encode(float x, float inverse_step, uint32_t random) {   // saturates; NaN as the largest
   const float a = least(fabsf(x) * inverse_step, 32767.0f);             // times a power of two: exact
-  const int code = (int)(((uint32_t)(a * 65536.0f) + random) >> 16);    // at most 32767: the largest has no fraction
+  const int code = (int)(((uint32_t)(int)(a * 65536.0f) + random) >> 16);  // at most 32767: the largest has no fraction
   return (int16_t)(x < 0 ? -code : code);
 }
 SPL_FN float decode(int16_t code, float step) { return code * step; }

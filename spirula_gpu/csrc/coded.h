@@ -12,7 +12,7 @@ struct CodedBlock { int16_t* codes; int8_t* exponents; int lanes; };
 
 // The Gaussians that `changed` names get x[lane * stride + k] in the elements k of a group; the others keep their codes, unless the
 // block needs another exponent. random(lane, k): 16 bits.
-template <class Random> void encode_group(const CodedBlock& b, int group, const uint8_t* changed, const float* x, int stride, Random&& random) {
+template <class Random> SPL_FN void encode_group(const CodedBlock& b, int group, const uint8_t* changed, const float* x, int stride, Random&& random) {
   const GroupInfo g = GROUPS[group];
   int8_t& e = b.exponents[group];
   int kept = 0;
@@ -27,12 +27,14 @@ template <class Random> void encode_group(const CodedBlock& b, int group, const 
   const int old = e;
   e = (int8_t)next_exponent(old, most(largest, kept * old_step), group);
   const float inverse = inverse_step_of(e);
-  for (int k = g.first; k < g.first + g.count; ++k)
-    for (int lane = 0; lane < b.lanes; ++lane) {
-      int16_t& code = b.codes[k * SPL_OPT_BLOCK + lane];
-      if (changed[lane]) code = encode(x[lane * stride + k], inverse, random(lane, k));
-      else if (e != old) code = encode(decode(code, old_step), inverse, random(lane, k));
+  for (int k = g.first; k < g.first + g.count; ++k) {
+    int16_t* codes = b.codes + k * SPL_OPT_BLOCK;
+#pragma GCC ivdep
+    for (int lane = 0; lane < b.lanes; ++lane) {  // what keeps its exponent keeps its code
+      const float old_value = decode(codes[lane], old_step), new_value = x[lane * stride + k];
+      codes[lane] = encode(changed[lane] ? new_value : old_value, inverse, random(lane, k));
     }
+  }
 }
 
 // All groups of a row of K elements, x[lane * K + k], to the nearest code. Where every Gaussian changes, the exponents follow from them alone.

@@ -20,11 +20,14 @@ static void copy_item(spl_ctx& c, int r, int64_t to, int64_t from) {
   else if (r >= R_V_MEAN) copy_codes(c.row<uint16_t>(r), info.item_bytes / 2, to, from);
   else copy_codes(c.row<uint8_t>(r), info.item_bytes, to, from);
 }
-static void clear_item(spl_ctx& c, int r, int64_t i) {
+static void clear_items(spl_ctx& c, int r, int64_t first, int64_t count) {
   const RowInfo info = c.info(r);
-  if (!info.coded) { memset(c.row<uint8_t>(r) + i * info.item_bytes, 0, info.item_bytes); return; }
+  if (!info.coded) { memset(c.row<uint8_t>(r) + first * info.item_bytes, 0, count * info.item_bytes); return; }
   const int width = r < R_M_MEAN || r >= R_V_MEAN ? 2 : 1, K = info.item_bytes / width;
-  for (int k = 0; k < K; ++k) memset(c.row<uint8_t>(r) + place(i, k, K) * width, 0, width);
+  for (int64_t i = first, next; i < first + count; i = next) {
+    next = std::min(first + count, (i / SPL_OPT_BLOCK + 1) * SPL_OPT_BLOCK);
+    for (int k = 0; k < K; ++k) memset(c.row<uint8_t>(r) + place(i, k, K) * width, 0, (next - i) * width);
+  }
 }
 
 // ---- parameters of a compact map -----------------------------------------------------------------------------------------------------
@@ -83,10 +86,7 @@ static void append_codes(spl_ctx& c, const Source& s) {
 }
 
 void append_rows(spl_ctx& c, const Source& s, int32_t owner) {
-  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
-    if (!c.info(r).coded) memset(c.row<uint8_t>(r) + c.map_bytes(r, c.n), 0, c.map_bytes(r, s.n));
-    else for (int64_t i = c.n; i < c.n + s.n; ++i) clear_item(c, r, i);
-  }
+  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) clear_items(c, r, c.n, s.n);
   if (!s.n) return;
   memcpy(c.row<float>(R_MEAN) + 3 * c.n, s.mean, s.n * 12);
   std::fill_n(c.row<int32_t>(R_OWNER) + c.n, s.n, owner);
@@ -130,7 +130,7 @@ void move_rows(spl_ctx& c, const std::vector<int>& times, int64_t n_moves, const
   else for (int64_t i = 0; i < c.n; ++i) if (times[i] > 1) relocate(c.row<float>(R_OPACITY)[i], c.row<float>(R_LOG_SCALE) + 3 * i, times[i], min_opacity);
   for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
     if (has_exponents(c, r)) continue;
-    for (int64_t i = 0; i < n_moves; ++i) if (r <= R_SH || r == R_OWNER) copy_item(c, r, dst[i], src[i]); else clear_item(c, r, dst[i]);
+    for (int64_t i = 0; i < n_moves; ++i) if (r <= R_SH || r == R_OWNER) copy_item(c, r, dst[i], src[i]); else clear_items(c, r, dst[i], 1);
   }
 }
 

@@ -11,6 +11,8 @@
 
 namespace spl {
 
+#define SPL_INLINE __attribute__((always_inline))  // after a lambda's arguments, so that it is compiled for the instruction set of its SPL_HOT function
+
 struct Work {
   const Source& s; const View& v; const Sink& sink;
   const uint32_t* gaussian; const uint16_t* camera; const int64_t* first; const float* v_isect;
@@ -208,7 +210,7 @@ static SPL_FN void encode_parameters(const Work& w, int64_t block, const Sizes& 
   for (int g = 0; g < SPL_G_SH + w.v.sh_degree + 1; ++g) {
     const int row = GROUPS[g].row, element = size.element[row];
     const CodedBlock codes = {w.c.row<int16_t>(row) + block * SPL_OPT_BLOCK * size.x[row], exponents_of(w.c.row<int8_t>(R_EXPONENTS), block * SPL_OPT_BLOCK), lanes};
-    encode_group(codes, g, b.changed, b.x[0] + element, ELEMENTS, [&](int lane, int k) { return bits_for_x(random_word(key[lane], element + k)); });
+    encode_group(codes, g, b.changed, b.x[0] + element, ELEMENTS, [&](int lane, int k) SPL_INLINE { return bits_for_x(random_word(key[lane], element + k)); });
   }
 }
 
@@ -231,17 +233,17 @@ template <class F> static SPL_FN void for_gaussians(const Work& w, int64_t begin
 }
 
 SPL_HOT static void write_block(const Work& w, int64_t begin, int64_t end, CameraGrad* v_cam) {
-  for_gaussians(w, begin, end, v_cam, [&](const Gaussian& g, int64_t gi, const Total& t) { write_grads(w, gi, g, t); });
+  for_gaussians(w, begin, end, v_cam, [&](const Gaussian& g, int64_t gi, const Total& t) SPL_INLINE { write_grads(w, gi, g, t); });
 }
 
 SPL_HOT static void train_block(const Work& w, int64_t begin, int64_t end) {
-  for_gaussians(w, begin, end, nullptr, [&](const Gaussian& g, int64_t gi, Total& t) { adam_update(w, gi, g, t, state_in_rows(w, gi)); });
+  for_gaussians(w, begin, end, nullptr, [&](const Gaussian& g, int64_t gi, Total& t) SPL_INLINE { adam_update(w, gi, g, t, state_in_rows(w, gi)); });
 }
 
 SPL_HOT static void train_compact_block(const Work& w, int64_t begin, int64_t end) {
   const Sizes size = sizes_of(w);
   BlockState b;
-  for_gaussians(w, begin, end, nullptr, [&](const Gaussian& g, int64_t gi, Total& t) {
+  for_gaussians(w, begin, end, nullptr, [&](const Gaussian& g, int64_t gi, Total& t) SPL_INLINE {
     const State s = decode_state(w, gi, size, b);
     if (!adam_update(w, gi, g, t, s)) return;
     encode_moments(w, gi, size, s);
