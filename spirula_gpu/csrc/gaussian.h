@@ -28,7 +28,7 @@ SPL_FN void decode_sh(const Codes& c, int64_t i, int floats, int degree, float* 
 }
 
 // ---- any Source -----------------------------------------------------------------------------------------------------------------
-SPL_FN bool activate(const float* mean, const float* q, const float* k, float opacity, bool activated, Gaussian& g) {
+SPL_FN bool make_gaussian(const float* mean, const float* q, const float* k, float opacity, bool activated, Gaussian& g) {
   g.mean = {mean[0], mean[1], mean[2]};
   g.quat = {q[0], q[1], q[2], q[3]};
   g.scale = activated ? Vec3{k[0], k[1], k[2]} : Vec3{expf(k[0]), expf(k[1]), expf(k[2])};
@@ -37,9 +37,9 @@ SPL_FN bool activate(const float* mean, const float* q, const float* k, float op
   return n2 > 1e-20f && n2 < 1e20f;  // false for NaN
 }
 SPL_FN bool load(const Source& s, int64_t i, Gaussian& g) {
-  if (!s.codes.exponents) return activate(s.mean + 3 * i, s.quat + 4 * i, s.scale + 3 * i, s.opacity[i], s.activated, g);
+  if (!s.codes.exponents) return make_gaussian(s.mean + 3 * i, s.quat + 4 * i, s.scale + 3 * i, s.opacity[i], s.activated, g);
   const Raw raw = decode_raw(s.codes, i);
-  return activate(s.mean + 3 * i, raw.quat, raw.log_scale, raw.opacity, false, g);
+  return make_gaussian(s.mean + 3 * i, raw.quat, raw.log_scale, raw.opacity, false, g);
 }
 
 // SH coefficients of Gaussian i up to `degree`: where they are, or decoded into `room` [3 (degree+1)^2].
@@ -53,9 +53,9 @@ SPL_FN const float* sh_of(const Source& s, int64_t i, int degree, float* room) {
 SPL_FN bool surely_outside(const Source& s, int64_t i, const Camera& cam, Vec3& p) {
   const float* m = s.mean + 3 * i;
   if (!project_center({m[0], m[1], m[2]}, cam, p)) return true;
-  float decoded[3];
-  if (s.codes.exponents) decode_row<3>(s.codes.log_scale, i, step_of(exponents_of(s.codes.exponents, i)[SPL_G_LOG_SCALE]), decoded);
-  const float* k = s.codes.exponents ? decoded : s.scale + 3 * i;
+  float k[3];
+  if (s.codes.exponents) decode_row<3>(s.codes.log_scale, i, step_of(exponents_of(s.codes.exponents, i)[SPL_G_LOG_SCALE]), k);
+  else for (int j = 0; j < 3; ++j) k[j] = s.scale[3 * i + j];
   const float largest = most(k[0], most(k[1], k[2]));
   const float rz = 1.0f / p.z, size = (s.activated ? largest : expf(largest)) * rz;
   const float ex = cam.reach_x * size + cam.slack, ey = cam.reach_y * size + cam.slack;

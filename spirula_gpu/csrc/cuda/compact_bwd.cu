@@ -272,7 +272,7 @@ __device__ __forceinline__ Gaussian load_lane(const CompactWork& w, const Lane& 
   load_row<3>(mine(w.log_scale.x, 3), step_of(e[SPL_G_LOG_SCALE]), x.log_scale);
   load_row<1>(mine(w.opacity.x, 1), step_of(e[SPL_G_OPACITY]), &x.opacity);
   Gaussian g;
-  activate(w.mean + 3 * me.i, x.quat, x.log_scale, x.opacity, false, g);
+  make_gaussian(w.mean + 3 * me.i, x.quat, x.log_scale, x.opacity, false, g);
   return g;
 }
 
