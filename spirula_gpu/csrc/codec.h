@@ -57,8 +57,8 @@ SPL_FN int next_exponent(int e, float largest, int group) {
   const int fits = exponent_for(largest, group);
   return fits > e || fits <= e - 2 ? fits : e;
 }
-// Whatever is not finite in a Gaussian's raw parameters makes it one that is never drawn, as in full precision, but in a form
-// that codes can hold: the quaternion becomes zero. One of a norm out of proportion is normalised. [K,3] SH: `floats` values.
+// For what comes from outside. Whatever is not finite in a Gaussian's raw parameters makes it one that is never drawn, as in full precision,
+// but in a form that codes can hold: the quaternion becomes zero. One of a norm out of proportion is normalised. [K,3] SH: `floats` values.
 SPL_FN void make_storable(float* quat, const float* log_scale, float opacity, const float* sh, int floats) {
   float sum = log_scale[0] + log_scale[1] + log_scale[2];  // -infinity is a scale of 0, drawn as a point
   for (int k = 0; k < floats; ++k) sum += sh[k] * 0.0f;
@@ -67,6 +67,8 @@ SPL_FN void make_storable(float* quat, const float* log_scale, float opacity, co
   const float scale = !drawn ? 0.0f : n2 < 1.0f / 256 || n2 > 256 ? 1.0f / sqrtf(n2) : 1.0f;
   for (int k = 0; k < 4; ++k) quat[k] = drawn ? quat[k] * scale : 0.0f;
 }
+
+SPL_FN float storable_sh(float x) { return finite(x) ? x : 0.0f; }  // infinity would cost the block its precision
 
 // ---- first moments: sign, and k in 0..127 of f - 2 in units of 2^-10, where f is the float with bits (k + 1024) << 20: 4 bits of
 // exponent, 3 of mantissa. Even steps of 2^-12 at 0, then wider ones of at most 1/8; 0 is k = 0 without a case of its own; the largest is 120.

@@ -81,7 +81,7 @@ static void append_codes(spl_ctx& c, const Source& s) {
   set_parameters(c, R_LOG_SCALE, c.n, n, all, [&](int64_t i, float* x) { raw_log_scale(s, i - c.n, x); });
   set_parameters(c, R_OPACITY, c.n, n, all, [&](int64_t i, float* x) { *x = raw_opacity(s, i - c.n); });
   set_parameters(c, R_SH, c.n, n, all, [&](int64_t i, float* x) {
-    std::fill(std::copy(s.sh + (i - c.n) * s.sh_floats, s.sh + (i - c.n + 1) * s.sh_floats, x), x + elements(c, R_SH), 0.0f);
+    for (int k = 0; k < elements(c, R_SH); ++k) x[k] = k < s.sh_floats ? storable_sh(s.sh[(i - c.n) * s.sh_floats + k]) : 0.0f;
   });
 }
 
