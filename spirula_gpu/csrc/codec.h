@@ -33,7 +33,7 @@ constexpr uint32_t NEAREST = 0x8000;
 // 32 bits of one Gaussian's step. Words 0..58 serve its elements (11 of geometry in the order of the rows, then SH): the low half
 // its parameter, the high half its first moment. The halves of words 64.. serve the second moments: 11, then one a degree.
 constexpr int FIRST_SH_ELEMENT = 11;
-SPL_FN uint32_t random_word(uint32_t key, int word) { return mixed(key + 4 + word); }  // before it: the normals of the position noise
+SPL_FN uint32_t random_word(uint32_t key, int word) { return key * (mixed(word) | 1); }  // one product: an odd factor keeps each half uniform
 SPL_FN uint32_t bits_for_x(uint32_t word) { return word & 0xffff; }
 SPL_FN uint32_t bits_for_m(uint32_t word) { return word >> 16; }
 SPL_FN uint32_t bits_for_v(uint32_t key, int v_element) { return random_word(key, 64 + v_element / 2) >> (v_element % 2 * 16) & 0xffff; }
@@ -41,10 +41,10 @@ SPL_FN uint32_t bits_for_v(uint32_t key, int v_element) { return random_word(key
 // ---- parameters: block floating point ----------------------------------------------------------------------------------------------
 SPL_FN float step_of(int e) { return power_of_two(e - 15); }            // of the codes with exponent e
 SPL_FN float inverse_step_of(int e) { return power_of_two(15 - e); }
-SPL_FN int16_t encode(float x, float inverse_step, uint32_t random) {   // saturates; NaN as the largest
-  const float a = least(fabsf(x) * inverse_step, 32767.0f);             // times a power of two: exact
-  const int code = (int)(((uint32_t)(int)(a * 65536.0f) + random) >> 16);  // at most 32767: the largest has no fraction
-  return (int16_t)(x < 0 ? -code : code);
+SPL_FN int16_t encode(float x, float inverse_step, uint32_t random) {   // saturates; NaN as the least
+  constexpr float END = 32767.0f * 65536.0f;
+  const float a = between(x * (inverse_step * 65536.0f), -END, END);    // times a power of two: exact
+  return (int16_t)(((int)a + (int)random) >> 16);                       // at most 32767: the largest has no fraction
 }
 SPL_FN float decode(int16_t code, float step) { return code * step; }
 // The smallest exponent whose codes hold `largest` (>= 0), within the limits of the group.
@@ -70,20 +70,19 @@ SPL_FN void make_storable(float* quat, const float* log_scale, float opacity, co
 
 SPL_FN float storable_sh(float x) { return finite(x) ? x : 0.0f; }  // infinity would cost the block its precision
 
-// ---- first moments: sign, and k in 0..127: 0, else the float with bits (k + 944) << 20: 4 bits of exponent, 3 of mantissa, 2^-9 * 1.125 .. 120
-constexpr uint32_t F8_BELOW = 118u << 3;
-SPL_FN uint8_t encode_f8(float u, uint32_t random) {
-  const uint32_t bits = bits_of(u) & 0x7fffffff;
-  uint32_t k;
-  if (bits < (F8_BELOW + 1) << 20) k = (uint32_t)(float_of(bits) * (65536 * 512 / 1.125f)) > random;  // between 0 and the smallest
-  else k = ((bits + (random << 4)) >> 20) - F8_BELOW;
-  k = k > 127 ? 127 : k;
-  return (uint8_t)(k ? k | (bits_of(u) >> 31 << 7) : 0);
+// ---- first moments: sign, and k in 0..127 of f - 2 in units of 2^-10, where f is the float with bits (k + 1024) << 20: 4 bits of
+// exponent, 3 of mantissa. Even steps of 2^-12 at 0, then wider ones of at most 1/8; 0 is k = 0 without a case of its own; the largest is 120.
+constexpr float F8_UNIT = 1.0f / 1024, F8_ORIGIN = 2;
+SPL_FN float f8_units(uint8_t code) {
+  const int c = (int8_t)code;  // its sign is that of the float
+  return float_of(bits_of(float_of(0x40000000 | ((uint32_t)c << 20 & 0x07f00000)) - F8_ORIGIN) | ((uint32_t)c & 0x80000000));
 }
-SPL_FN float decode_f8(uint8_t code) {
-  const uint32_t k = code & 127;
-  return k ? float_of((k + F8_BELOW) << 20 | (uint32_t)(code >> 7) << 31) : 0.0f;
+SPL_FN uint8_t encode_f8(float f, float sign, uint32_t random) {  // f = |u| / F8_UNIT + F8_ORIGIN
+  const uint32_t bits = bits_of(f) + (random << 4);
+  return (uint8_t)(((bits < 0x47ffffff ? bits : 0x47ffffff) >> 20 & 127) | (bits_of(sign) >> 24 & 128));
 }
+SPL_FN uint8_t encode_f8(float u, uint32_t random) { return encode_f8(fabsf(u) * (1 / F8_UNIT) + F8_ORIGIN, u, random); }
+SPL_FN float decode_f8(uint8_t code) { return f8_units(code) * F8_UNIT; }
 
 // ---- second moments: the upper 16 bits of a positive float, without its sign: 8 of exponent, 8 of mantissa ---------------------------
 SPL_FN uint16_t encode_f16u(float root, uint32_t random) {  // root = sqrt(v) >= 0

@@ -53,9 +53,9 @@ SPL_FN const float* sh_of(const Source& s, int64_t i, int degree, float* room) {
 SPL_FN bool surely_outside(const Source& s, int64_t i, const Camera& cam, Vec3& p) {
   const float* m = s.mean + 3 * i;
   if (!project_center({m[0], m[1], m[2]}, cam, p)) return true;
-  float decoded[3];
-  if (s.codes.exponents) decode_row<3>(s.codes.log_scale, i, step_of(exponents_of(s.codes.exponents, i)[SPL_G_LOG_SCALE]), decoded);
-  const float* k = s.codes.exponents ? decoded : s.scale + 3 * i;
+  float k[3];
+  if (s.codes.exponents) decode_row<3>(s.codes.log_scale, i, step_of(exponents_of(s.codes.exponents, i)[SPL_G_LOG_SCALE]), k);
+  else for (int j = 0; j < 3; ++j) k[j] = s.scale[3 * i + j];
   const float largest = most(k[0], most(k[1], k[2]));
   const float rz = 1.0f / p.z, size = (s.activated ? largest : expf(largest)) * rz;
   const float ex = cam.reach_x * size + cam.slack, ey = cam.reach_y * size + cam.slack;

@@ -352,7 +352,7 @@ SPL_FN void adam(float& x, float& m, float& v, float g, float lr, const AdamStep
 }
 // SH coefficients: one second moment a degree l, of the mean of its 3 (2 l + 1) squares g2. Returns what multiplies the first moments.
 SPL_FN float adam_band(float& v, float g2_sum, int l, float lr, const AdamStep& a) {
-  v = a.beta2 * v + (1 - a.beta2) * (g2_sum * (1.0f / 3.0f) / (2 * l + 1));
+  v = a.beta2 * v + (1 - a.beta2) * (g2_sum * (1.0f / (3 * (2 * l + 1))));
   return adam_quotient(lr * a.c1, v, a);
 }
 SPL_FN void adam_in_band(float& x, float& m, float g, float rate, const AdamStep& a) {
