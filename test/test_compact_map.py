@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from abi import AbiError, Context, caller, hyper_of, struct, target_of, view_of
+from coded import BLOCK, CODED, RAW, codes, compact, copy, flat, scene, steps, twins
 from scenes import cameras, gaussians
-from test_compact import BLOCK, CODED, RAW, codes, compact, copy, flat, scene, steps, twins
 
 pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 

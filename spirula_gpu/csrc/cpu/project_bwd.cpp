@@ -94,12 +94,12 @@ static SPL_FN AdamStep adam_step(const spl_ctx& c, const spl_hyper& h, int steps
 }
 
 // Parameters and moments of one Gaussian in fp32: mean, quat, log scale, opacity, SH. Of SH v holds one a degree.
-constexpr int N_PARAMETERS = R_SH - R_MEAN + 1, SH = R_SH - R_MEAN;
-static_assert(R_MEAN == 0 && R_M_MEAN == R_MEAN + N_PARAMETERS && R_V_MEAN == R_M_MEAN + N_PARAMETERS, "in this order");
+constexpr int N_PARAMETERS = R_SH + 1;
+static_assert(R_MEAN == 0 && R_M_MEAN == N_PARAMETERS && R_V_MEAN == 2 * N_PARAMETERS, "rows in this order");
 struct State { float *x[N_PARAMETERS], *m[N_PARAMETERS], *v[N_PARAMETERS]; };
-struct Sizes { int x[N_PARAMETERS], v[N_PARAMETERS], element[N_PARAMETERS], v_element[N_PARAMETERS]; };  // element: the first's number, in all and in all second moments
+struct Sizes { int x[N_PARAMETERS], v[N_PARAMETERS], element[N_PARAMETERS]; };  // element: the number of a row's first, among x, m and v alike
 static SPL_FN Sizes sizes_of(const Work& w) {
-  return {{3, 4, 3, 1, w.s.sh_floats}, {3, 4, 3, 1, w.c.params.sh_degree + 1}, {0, 3, 7, 10, FIRST_SH_ELEMENT}, {0, 3, 7, 10, FIRST_SH_ELEMENT}};
+  return {{3, 4, 3, 1, w.s.sh_floats}, {3, 4, 3, 1, w.c.params.sh_degree + 1}, {0, 3, 7, 10, FIRST_SH_ELEMENT}};
 }
 
 static SPL_FN State state_in_rows(const Work& w, int64_t gi) {
@@ -143,7 +143,7 @@ static SPL_FN bool adam_update(const Work& w, int64_t gi, const Gaussian& g, Tot
   update(R_QUAT, 4, quat, h.lr_quat);
   update(R_LOG_SCALE, 3, scale, h.lr_log_scale);
   update(R_OPACITY, 1, &opacity, h.lr_logit_opacity);
-  float *x = s.x[SH], *m = s.m[SH], *v = s.v[SH];
+  float *x = s.x[R_SH], *m = s.m[R_SH], *v = s.v[R_SH];
   for (int l = 0; l <= w.v.sh_degree; ++l) {
     const float rate = adam_band(v[l], squares[l], l, l ? h.lr_sh_rest : h.lr_sh0, a);
 #pragma GCC ivdep
@@ -151,7 +151,8 @@ static SPL_FN bool adam_update(const Work& w, int64_t gi, const Gaussian& g, Tot
   }
   if (!(h.noise > 0) || !noisy(g.opacity)) return true;
   const Vec3 noise = position_noise(g, h.noise * lr_mean, h.seed, (uint32_t)gi, (uint32_t)steps);
-  s.x[0][0] += noise.x; s.x[0][1] += noise.y; s.x[0][2] += noise.z;
+  float* moved = s.x[R_MEAN];
+  moved[0] += noise.x; moved[1] += noise.y; moved[2] += noise.z;
   return true;
 }
 
@@ -160,7 +161,7 @@ constexpr int ELEMENTS = FIRST_SH_ELEMENT + 48, V_ELEMENTS = FIRST_SH_ELEMENT + 
 
 struct BlockState {  // of one block: the new parameters of the Gaussians that were updated, and the moments of the newest
   float x[SPL_OPT_BLOCK][ELEMENTS], m[ELEMENTS], v[V_ELEMENTS];
-  uint8_t changed[SPL_OPT_BLOCK] = {};
+  uint8_t changed[SPL_OPT_BLOCK];
 };
 
 static SPL_FN State decode_state(const Work& w, int64_t gi, const Sizes& size, BlockState& b) {
@@ -169,17 +170,17 @@ static SPL_FN State decode_state(const Work& w, int64_t gi, const Sizes& size, B
   for (int r = 0; r < N_PARAMETERS; ++r) {
     s.x[r] = x + size.element[r];
     s.m[r] = b.m + size.element[r];
-    s.v[r] = b.v + size.v_element[r];
+    s.v[r] = b.v + size.element[r];
     const uint16_t* roots = w.c.row<uint16_t>(R_V_MEAN + r);
     const uint8_t* firsts = w.c.row<uint8_t>(R_M_MEAN + r);
     for (int k = 0; k < size.v[r]; ++k) s.v[r][k] = decode_f16u(roots[place(gi, k, size.v[r])]);
-    for (int k = 0; k < size.x[r]; ++k) s.m[r][k] = decode_f8(firsts[place(gi, k, size.x[r])]) * s.v[r][v_element(r == SH, k)];
+    for (int k = 0; k < size.x[r]; ++k) s.m[r][k] = decode_f8(firsts[place(gi, k, size.x[r])]) * s.v[r][v_element(r == R_SH, k)];
     for (int k = 0; k < size.v[r]; ++k) s.v[r][k] *= s.v[r][k];
   }
-  s.x[0] = w.c.row<float>(R_MEAN) + 3 * gi;
+  s.x[R_MEAN] = w.c.row<float>(R_MEAN) + 3 * gi;
   const Raw raw = decode_raw(w.s.codes, gi);
-  memcpy(s.x[1], &raw, sizeof raw);
-  decode_sh(w.s.codes, gi, w.s.sh_floats, w.v.sh_degree, s.x[SH]);
+  memcpy(s.x[R_QUAT], &raw, sizeof raw);  // and what follows
+  decode_sh(w.s.codes, gi, w.s.sh_floats, w.v.sh_degree, s.x[R_SH]);
   return s;
 }
 
@@ -190,15 +191,15 @@ static SPL_FN void encode_moments(const Work& w, int64_t gi, const Sizes& size, 
   for (int r = 0; r < N_PARAMETERS; ++r) {
     uint16_t* roots = w.c.row<uint16_t>(R_V_MEAN + r);
     uint8_t* firsts = w.c.row<uint8_t>(R_M_MEAN + r);
-    const int sizes[2] = {r == SH ? w.v.sh_degree + 1 : size.v[r], r == SH ? band_begin(w.v.sh_degree + 1) : size.x[r]};  // higher degrees wait for their turn
+    const int sizes[2] = {r == R_SH ? w.v.sh_degree + 1 : size.v[r], r == R_SH ? band_begin(w.v.sh_degree + 1) : size.x[r]};  // higher degrees wait for their turn
     float root[4];
     for (int k = 0; k < sizes[0]; ++k) {
-      const uint16_t code = encode_f16u(sqrtf(s.v[r][k]), bits_for_v(key, size.v_element[r] + k));
+      const uint16_t code = encode_f16u(sqrtf(s.v[r][k]), bits_for_v(key, size.element[r] + k));
       roots[place(gi, k, size.v[r])] = code;
       root[k] = decode_f16u(code);
     }
     for (int k = 0; k < sizes[1]; ++k)
-      firsts[place(gi, k, size.x[r])] = encode_first(s.m[r][k], root[v_element(r == SH, k)], bits_for_m(random_word(key, size.element[r] + k)));
+      firsts[place(gi, k, size.x[r])] = encode_first(s.m[r][k], root[v_element(r == R_SH, k)], bits_for_m(random_word(key, size.element[r] + k)));
   }
 }
 
@@ -242,7 +243,7 @@ SPL_HOT static void train_block(const Work& w, int64_t begin, int64_t end) {
 
 SPL_HOT static void train_compact_block(const Work& w, int64_t begin, int64_t end) {
   const Sizes size = sizes_of(w);
-  BlockState b;
+  BlockState b{};
   for_gaussians(w, begin, end, nullptr, [&](const Gaussian& g, int64_t gi, Total& t) SPL_INLINE {
     const State s = decode_state(w, gi, size, b);
     if (!adam_update(w, gi, g, t, s)) return;
