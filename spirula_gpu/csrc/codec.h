@@ -41,10 +41,18 @@ SPL_FN uint32_t bits_for_v(uint32_t key, int v_element) { return random_word(key
 // ---- parameters: block floating point ----------------------------------------------------------------------------------------------
 SPL_FN float step_of(int e) { return power_of_two(e - 15); }            // of the codes with exponent e
 SPL_FN float inverse_step_of(int e) { return power_of_two(15 - e); }
-SPL_FN int16_t encode(float x, float inverse_step, uint32_t random) {   // saturates; NaN as the least
+// floor(x / step + random / 65536): both ways are exact, since a power of two is, and a sum that is rounded down does not pass a whole number.
+SPL_FN int16_t encode(float x, float inverse_step, uint32_t random) {  // saturates
+#if defined(__CUDA_ARCH__)
+  int16_t code;  // this conversion saturates, and makes 0 of NaN
+  asm("cvt.rmi.s16.f32 %0, %1;" : "=h"(code) : "f"(__fmaf_rd(x, inverse_step, (float)random * (1.0f / 65536.0f))));
+  return code;
+#else
   constexpr float END = 32767.0f * 65536.0f;
-  const float a = between(x * (inverse_step * 65536.0f), -END, END);    // times a power of two: exact
-  return (int16_t)(((int)a + (int)random) >> 16);                       // at most 32767: the largest has no fraction
+  const float a = between(x * (inverse_step * 65536.0f), -END, END);
+  const int below = (int)a - (a < (float)(int)a);
+  return (int16_t)((below + (int)random) >> 16);
+#endif
 }
 SPL_FN float decode(int16_t code, float step) { return code * step; }
 // The smallest exponent whose codes hold `largest` (>= 0), within the limits of the group.
@@ -73,16 +81,15 @@ SPL_FN float storable_sh(float x) { return finite(x) ? x : 0.0f; }  // infinity 
 // ---- first moments: sign, and k in 0..127 of f - 2 in units of 2^-10, where f is the float with bits (k + 1024) << 20: 4 bits of
 // exponent, 3 of mantissa. Even steps of 2^-12 at 0, then wider ones of at most 1/8; 0 is k = 0 without a case of its own; the largest is 120.
 constexpr float F8_UNIT = 1.0f / 1024, F8_ORIGIN = 2;
-SPL_FN float f8_units(uint8_t code) {
-  const int c = (int8_t)code;  // its sign is that of the float
-  return float_of(bits_of(float_of(0x40000000 | ((uint32_t)c << 20 & 0x07f00000)) - F8_ORIGIN) | ((uint32_t)c & 0x80000000));
+SPL_FN float f8_units(int code) {  // with the sign of the code, which is that of the float
+  return float_of(bits_of(float_of(0x40000000 | ((uint32_t)code << 20 & 0x07f00000)) - F8_ORIGIN) | ((uint32_t)code & 0x80000000));
 }
 SPL_FN uint8_t encode_f8(float f, float sign, uint32_t random) {  // f = |u| / F8_UNIT + F8_ORIGIN
   const uint32_t bits = bits_of(f) + (random << 4);
   return (uint8_t)(((bits < 0x47ffffff ? bits : 0x47ffffff) >> 20 & 127) | (bits_of(sign) >> 24 & 128));
 }
 SPL_FN uint8_t encode_f8(float u, uint32_t random) { return encode_f8(fabsf(u) * (1 / F8_UNIT) + F8_ORIGIN, u, random); }
-SPL_FN float decode_f8(uint8_t code) { return f8_units(code) * F8_UNIT; }
+SPL_FN float decode_f8(uint8_t code) { return f8_units((int8_t)code) * F8_UNIT; }
 
 // ---- second moments: the upper 16 bits of a positive float, without its sign: 8 of exponent, 8 of mantissa ---------------------------
 SPL_FN uint16_t encode_f16u(float root, uint32_t random) {  // root = sqrt(v) >= 0

@@ -76,14 +76,14 @@ template <bool MULTI> __device__ __forceinline__ Pairs find_pairs(const CompactW
   const uint4 words = ((const uint4*)w.mask)[block];
   const uint32_t bits[SPL_MASK_WORDS] = {words.x, words.y, words.z, words.w}, below = (1u << lane_id()) - 1;
   const int word = threadIdx.x / 32 % SPL_MASK_WORDS;
-  int before = 0, mine = 0;
+  int before = 0, sees = 0;
 #pragma unroll
   for (int k = 0; k < SPL_MASK_WORDS; ++k) {
     before += __popc(bits[k] & (k < word ? ~0u : k == word ? below : 0));
-    mine = k == word ? bits[k] >> lane_id() & 1 : mine;
+    sees = k == word ? bits[k] >> lane_id() & 1 : sees;
   }
   const int64_t begin = w.scan[block] + before;
-  return {begin, begin + mine};
+  return {begin, begin + sees};
 }
 
 // dL/d mean through the colour; several cameras: adds to the gradients of SH. code(element): in units.
@@ -135,9 +135,7 @@ template <int N, int G, class S> __device__ __forceinline__ void propose(S& s, c
 
 // After a barrier. What was not updated stays as it is, unless the exponent changes.
 template <int N, int G, class S> __device__ __forceinline__ void settle(const CompactWork& w, const S& s, const Lane& me, int first_word, int e, int16_t* row, const float* x) {
-  float most = 0;
-#pragma unroll
-  for (int k = 0; k < WARPS; ++k) most = fmaxf(most, s.largest[G][k]);
+  const float most = __int_as_float(warp_max(__float_as_int(s.largest[G][lane_id() % WARPS])));
   const int next = next_exponent(e, most * step_of(e), G);
   const bool recoded = next != e && me.exists;
   if (!me.updated && !recoded) return;
@@ -201,12 +199,12 @@ template <int L, bool MULTI> __device__ __forceinline__ float band_gradient(cons
   return squares * dot(look.v, look.v);
 }
 
-template <int L> struct Band { int x[band_size(L)]; uint8_t m[band_size(L)]; uint16_t v; };
+template <int L> struct Band { int x[band_size(L)], m[band_size(L)]; uint16_t v; };
 template <int L> __device__ __forceinline__ Band<L> load_band(const CompactWork& w, const Lane& me) {
   Band<L> o;
   load_codes<band_size(L)>(mine(w.sh.x, w.floats) + band_begin(L) * THREADS, me.exists, o.x);
 #pragma unroll
-  for (int k = 0; k < band_size(L); ++k) o.m[k] = me.updated ? mine(w.sh.m, w.floats)[(band_begin(L) + k) * THREADS] : 0;
+  for (int k = 0; k < band_size(L); ++k) o.m[k] = me.updated ? mine((const int8_t*)w.sh.m, w.floats)[(band_begin(L) + k) * THREADS] : 0;
   o.v = me.updated ? mine(w.sh.v, w.bands)[L * THREADS] : 0;
   return o;
 }
@@ -215,7 +213,7 @@ template <int L, bool MULTI> __device__ __forceinline__ void update_band(const C
   const float was = decode_f16u(codes.v);
   float v = was * was, g[band_size(L)];
   const float squares = band_gradient<L, MULTI>(look, v_sh, 1 - me.adam.beta1, g);
-  const float rate = adam_band(v, squares, L, (L ? w.o.h.lr_sh_rest : w.o.h.lr_sh0) * inverse_step_of(e), me.adam);
+  const float rate = fminf(adam_band(v, squares, L, (L ? w.o.h.lr_sh_rest : w.o.h.lr_sh0) * inverse_step_of(e), me.adam), 3e38f);  // times a moment of 0 is 0
   const uint16_t v_code = encode_f16u(fast_root(v), bits_for_v(me.key, FIRST_SH_ELEMENT + L));
   const float root = decode_f16u(v_code), inverse = root > 0 ? __fdividef(1 / F8_UNIT, root) : 0.0f;
   const float kept = me.adam.beta1 * was * F8_UNIT;
@@ -316,7 +314,7 @@ __device__ __forceinline__ void update_geometry(const CompactWork& w, const Lane
 }
 
 template <int D, bool MULTI> __global__ void __launch_bounds__(THREADS, 2) compact_bwd_kernel(const __grid_constant__ CompactWork w, const __grid_constant__ Cameras cameras) {
-  extern __shared__ float memory[];
+  extern __shared__ __align__(16) float memory[];
   CompactShared<D, MULTI>& s = *(CompactShared<D, MULTI>*)memory;
   const int64_t masks = (int64_t)(THREADS / SPL_MASK_BLOCK) * cameras.n, first = blockIdx.x * masks;
   if (w.scan[first] == w.scan[min(first + masks, w.mask_blocks)]) return;  // all threads: nothing of this block is seen

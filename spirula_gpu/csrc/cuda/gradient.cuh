@@ -55,12 +55,12 @@ __device__ __forceinline__ bool begin_adam(const Optimiser& o, int64_t gi, const
   o.weight[gi] = fmaxf(was.weight, t.weight);
   if (t.weight > 1e-6f) o.error[gi] = 0.8f * was.error + 0.2f * t.error;
   if (!sane) return false;
-  const float reg = h.scale_reg * o.share / fmaxf(t.nearest_z, 1e-3f);
+  const float reg = __fdividef(h.scale_reg * o.share, fmaxf(t.nearest_z, 1e-3f));
   t.g.opacity += h.opacity_reg * o.share;
   t.g.scale = t.g.scale + Vec3{reg, reg, reg};
   o.steps[gi] = s.steps = was.steps + 1;
-  s.c1 = -1.0f / expm1f(s.steps * o.log_beta1);  // 1 / (1 - beta^steps)
-  s.c2 = -1.0f / expm1f(s.steps * o.log_beta2);
+  s.c1 = __fdividef(-1.0f, expm1f(s.steps * o.log_beta1));  // 1 / (1 - beta^steps)
+  s.c2 = __fdividef(-1.0f, expm1f(s.steps * o.log_beta2));
   const float age = h.lr_decay_steps > 0 ? fminf(s.steps / h.lr_decay_steps, 1.0f) : 0.0f;
   s.lr_mean = age > 0 && h.lr_mean > 0 ? h.lr_mean * powf(h.lr_mean_final / h.lr_mean, age) : h.lr_mean;
   return true;
