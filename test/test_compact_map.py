@@ -94,6 +94,22 @@ def test_relocation(degree):
     np.testing.assert_array_equal(small.read("map.owner")[dst], small.read("map.owner")[src])
 
 
+def test_rows_of_a_large_map():
+    """More than one piece of what goes through the host at once (262,144 Gaussians)."""
+    context, n, rng = compact(0, max_gaussians=600_000), 600_000, np.random.default_rng(3)
+    x = rng.uniform(-0.999, 0.999, (n, 3)).astype(np.float32)
+    context.append(gaussians(n, 0)._replace(sh=x[:, None]))
+    np.testing.assert_allclose(context.read("map.sh")[:, 0], x, rtol=0, atol=2.0**-16)
+    for row in ("map.sh", "adam.v.mean", "adam.m.mean"):
+        before = context.read(row)
+        values = np.abs(x[:400_000]) if "v" in row else x[:400_000] * (context.read("adam.v.mean", 100_000, 400_000) > 0)
+        context.write(row, values.reshape(-1, *before.shape[1:]), first=100_000)
+        after = context.read(row).reshape(n, 3)
+        np.testing.assert_allclose(after[100_000:500_000], values, rtol=0.07, atol=2.0**-12)
+        np.testing.assert_array_equal(np.delete(after, np.s_[100_000:500_000], 0), np.delete(before.reshape(n, 3), np.s_[100_000:500_000], 0))
+    np.testing.assert_array_equal(context.read("map.sh", 262_000, 300)[:, 0], context.read("map.sh")[262_000:262_300, 0])
+
+
 @pytest.mark.parametrize("spacing", [1.0, 3.0])
 def test_insertion(spacing):
     rng, maps = np.random.default_rng(4), (Context(sh_degree=1), compact(1))

@@ -11,7 +11,7 @@ constexpr GroupInfo GROUPS[SPL_N_GROUPS] = {{R_QUAT, 0, 4}, {R_LOG_SCALE, 0, 3},
 struct CodedBlock { int16_t* codes; int8_t* exponents; int lanes; };
 
 // The Gaussians that `changed` names get x[lane * stride + k] in the elements k of a group; the others keep their codes, unless the
-// block needs another exponent. random(lane, k): 16 bits.
+// block needs another exponent. random(lane, k): 16 bits. Inlined, so that the loops get the instruction set of their caller.
 template <class Random> inline __attribute__((always_inline)) void encode_group(const CodedBlock& b, int group, const uint8_t* changed, const float* x, int stride, Random&& random) {
   const GroupInfo g = GROUPS[group];
   int8_t& e = b.exponents[group];
