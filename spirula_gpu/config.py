@@ -20,6 +20,7 @@ class EngineConfig:
     device: int = param(0, "", "CUDA device index", 0, 63)
     threads: int = param(0, "", "CPU threads of the engine; 0 = all cores", 0, 1024)
     sh_degree: int = param(2, "", "spherical-harmonics degree of the colours", 0, 3)
+    precision: str = param("full", "", "full | compact; compact stores a Gaussian in 229 instead of 548 bytes (sh_degree 3), at the same quality")
     max_gaussians: int = param(1_000_000, "Gaussians", "the map never holds more", 1, 200_000_000)
     vram_budget_mb: int = param(0, "MiB", "bytes that all engine buffers together may take; 0 = no limit", 0, 1_000_000)
     arena_alias: bool = param(True, "", "let buffers that are never alive together share bytes")

@@ -18,6 +18,7 @@ from .report import VramReport, VramRow
 ABI_VERSION = 2
 CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
 PHASES = ("project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd")
+PRECISIONS = ("full", "compact")
 STATUS = {-1: "argument", -2: "capacity", -3: "memory", -4: "device"}
 PARAMETERS = ("mean", "quat", "log_scale", "logit_opacity", "sh")  # rows map.*, adam.m.*, adam.v.*
 
@@ -42,7 +43,8 @@ def _struct(name: str, **fields):
 
 
 CreateParams = _struct("spl_create_params", max_gaussians=i64, budget_bytes=i64, sh_degree=c.c_int32, threads=c.c_int32,
-                       device=c.c_int32, arena_alias=c.c_int32, arena_debug=c.c_int32, no_paging=c.c_int32)
+                       device=c.c_int32, arena_alias=c.c_int32, arena_debug=c.c_int32, no_paging=c.c_int32,
+                       precision=c.c_int32)
 Memory = _struct("spl_memory", free_bytes=i64, total_bytes=i64, process_bytes=i64, pinned_bytes=i64)
 Gaussians = _struct("spl_gaussians", flags=i64, n=i64, sh_degree=i64, means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p)
 View = _struct("spl_view", n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, sh_degree=c.c_int32, blur_px2=c.c_float,
@@ -193,13 +195,16 @@ class Engine:
     may be torch tensors on the GPU of a CUDA engine: they are read in place, and what comes back then is there too.
 
     backend auto: cuda where its library and a usable device are there, else cpu; `backend_reason` says why. A CUDA
-    library that is there but cannot be used is also reported once as a RuntimeWarning."""
+    library that is there but cannot be used is also reported once as a RuntimeWarning.
+    precision full: fp32, 548 bytes a Gaussian at degree 3; compact: 16-bit parameters (positions stay fp32), 8- and 16-bit moments, 229 bytes."""
 
     def __init__(self, backend: str = "auto", *, sh_degree: int = 3, max_gaussians: int = 1_000_000, budget_bytes: int = 0, threads: int = 0,
-                 device: int = 0, arena_alias: bool = True, arena_debug: bool = False):
-        self.sh_degree, self.budget_bytes = sh_degree, budget_bytes
+                 device: int = 0, arena_alias: bool = True, arena_debug: bool = False, precision: str = "full"):
+        if precision not in PRECISIONS:
+            raise NativeError("argument", f"precision '{precision}': must be {' or '.join(PRECISIONS)}")
+        self.sh_degree, self.budget_bytes, self.precision = sh_degree, budget_bytes, precision
         params = CreateParams(max_gaussians=max_gaussians, budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, device=device,
-                              arena_alias=arena_alias, arena_debug=arena_debug)
+                              arena_alias=arena_alias, arena_debug=arena_debug, precision=PRECISIONS.index(precision))
         self._ctx = c.c_void_p()
         if backend == "auto":
             self.backend_reason = self._open_auto(params)
@@ -269,12 +274,14 @@ class Engine:
         self._check(self._lib.spl_map_append(self._ctx, c.byref(g), owner))
 
     def read(self, row: str) -> np.ndarray:
-        """A copy of a map row, e.g. `map.mean` [n,3], `map.sh` [n,K,3], `adam.v.sh` [n,sh_degree+1], `adam.steps` [n] int32; names as in layout.h."""
+        """A copy of a map row, e.g. `map.mean` [n,3], `map.sh` [n,K,3], `adam.v.sh` [n,sh_degree+1], `adam.steps` [n] int32; names as in layout.h.
+        float32 in either precision."""
         out = np.empty(*self._row_shape(row))
         self._check(self._lib.spl_map_read(self._ctx, row.encode(), 0, len(out), out.ctypes.data))
         return out
 
     def write(self, row: str, values, first: int = 0) -> None:
+        """Gaussians from `first` on. Compact precision rounds to the nearest code, and wants adam.v.* written before adam.m.*."""
         shape, dtype = self._row_shape(row)
         values = self._array(values, (-1, *shape[1:]), dtype, row)
         self._check(self._lib.spl_map_write(self._ctx, row.encode(), first, len(values), pointer(values)))

@@ -63,6 +63,7 @@ CHOICES = {
     "intake.pose_source": ("pose", "odom", "tf"),
     "intake.depth": ("require", "use_if_there", "ignore"),
     "engine.backend": ("auto", "cpu", "cuda"),
+    "engine.precision": ("full", "compact"),
 }
 
 

@@ -44,6 +44,7 @@ def test_the_file_takes_values():
 @pytest.mark.parametrize("values, text", [
     ({"qos.sensors": "sometimes"}, "best_effort, reliable"),
     ({"engine.backend": "gpu"}, "auto, cpu, cuda"),
+    ({"engine.precision": "half"}, "full, compact"),
     ({"publish.status_hz": 0.0}, r"publish.status_hz = 0.0 Hz: must lie in \[0.01"),
     ({"publish.status_hz": float("nan")}, "must lie in"),
     ({"train.lr_mean": "fast"}, "must be float"),

@@ -8,6 +8,7 @@ import pytest
 
 import abi
 from abi import Context, caller, hyper_of, struct, target_of, view_of
+from coded import flat, steps
 from conftest import cuda_missing
 from oracle import Gaussians
 from scenes import cameras, gaussians
@@ -156,6 +157,47 @@ def test_keep_and_relocate_of_a_large_map():
     assert rows[0][0] == rows[1][0] == keep.sum()
     for a, b in zip(rows[0][1:], rows[1][1:]):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_compact_codes_are_equal():
+    """Append, write and keep: code for code."""
+    g = gaussians(3000, 2, 7)
+    raw = caller((g.means, g.quats, np.log(g.scales), np.log(g.opacities / (1 - g.opacities)), g.sh), activated=False)
+    contexts, kept = both(sh_degree=2, precision=1), ctypes.c_int64()
+    for c in contexts:
+        c.call("map_append", raw, 3)
+        for row in ("mean", "quat", "log_scale", "logit_opacity", "sh"):
+            for kind in ("adam.v.", "adam.m."):  # in this order
+                c.write(kind + row, np.random.default_rng(8).random(c.read(kind + row).shape))
+        c.write("map.sh", 3 * g.sh[:100], first=200)
+        c.call("map_keep", (np.arange(3000) % 3 != 1).astype(np.uint8), kept)
+        c.call("map_append", raw, 4)
+    for name in contexts[0].report():
+        if name.split(".")[0] in ("map", "adam", "stat"):
+            a, b = (c.buffer(name, "u1") for c in contexts)
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("degree, n_cameras", [(0, 1), (1, 3), (2, 1), (3, 1), (3, 4)])
+def test_a_compact_step(degree, n_cameras):
+    """From the same state: moments and parameters to a code, since gradients differ in their last bits."""
+    g, view = scene(degree=degree, n_cameras=n_cameras)
+    target = target_of(np.random.default_rng(0).integers(0, 256, (n_cameras, H, W, 3)))
+    cpu, cuda = both(sh_degree=degree, precision=1)
+    for c in (cpu, cuda):
+        c.append(g)
+    for i in range(3):
+        for name, rows in sorted(cpu.map_rows().items(), reverse=True):  # adam.v before adam.m
+            cuda.write(name, rows)
+        for c in (cpu, cuda):
+            c.train_step(view, target, hyper_of(eps=1e-8, noise=1.0, seed=i))
+        for row in ("quat", "log_scale", "logit_opacity", "sh"):
+            a, b = (flat(c, "map." + row) for c in (cpu, cuda))
+            assert (np.abs(a - b) > 1.01 * np.maximum(steps(cpu, row), steps(cuda, row))).mean() < 1e-3, f"step {i}: {row}"
+            a, b = (np.sqrt(flat(c, "adam.v." + row)) for c in (cpu, cuda))
+            assert differing(a / a.max(), b / a.max(), 2.0**-7) < 1e-3, f"step {i}: {row}"
+            assert np.corrcoef(*(flat(c, "adam.m." + row).ravel() for c in (cpu, cuda)))[0, 1] > 0.999, f"step {i}: {row}"
+        np.testing.assert_array_equal(cpu.read("adam.steps"), cuda.read("adam.steps"))
 
 
 def test_the_report_is_what_the_driver_says():

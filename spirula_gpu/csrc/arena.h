@@ -24,7 +24,7 @@ inline ArenaPlan plan_arena(const Counts& counts, int sh_degree, bool alias, boo
   struct Placed { int64_t begin, end; int first, last; };
   ArenaPlan plan;
   std::vector<int> order;
-  for (int row = SPL_N_MAP_ROWS; row < SPL_N_ROWS; ++row) order.push_back(row);
+  for (int row = SPL_N_OWN_ROWS; row < SPL_N_ROWS; ++row) order.push_back(row);
   std::array<int64_t, SPL_N_ROWS> room{};
   for (int row : order) {
     const RowInfo info = row_info(row, sh_degree);

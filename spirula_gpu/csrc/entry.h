@@ -2,6 +2,7 @@
 // Nothing is thrown across them: a failure becomes a status and a text.
 #pragma once
 #include "ops.h"
+#include "rows.h"
 
 namespace spl {
 
@@ -29,17 +30,17 @@ template <class F> int guarded(spl_ctx* c, F&& body) {
   }
 }
 
-static int find_row(const char* name, int sh_degree) {
-  for (int r = 0; r < SPL_N_ROWS; ++r) if (name && !strcmp(row_info(r, sh_degree).name, name)) return r;
+static int find_row(const spl_ctx& c, const char* name) {
+  for (int r = 0; r < SPL_N_ROWS; ++r) if (name && c.item_bytes(r) && !strcmp(c.info(r).name, name)) return r;
   fail(SPL_E_ARGUMENT, "no buffer is called '%s'; spl_report lists them", name ? name : "NULL");
 }
 
-static uint8_t* map_bytes(spl_ctx& c, const char* name, int64_t first, int64_t count, int64_t& bytes) {
-  const int r = find_row(name, c.params.sh_degree);
-  if (r >= SPL_N_MAP_ROWS) fail(SPL_E_ARGUMENT, "%s is scratch, not part of the map", name);
+static int map_row(const spl_ctx& c, const char* name, int64_t first, int64_t count, const void* host) {
+  if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
+  const int r = find_row(c, name);
+  if (r >= SPL_N_MAP_ROWS) fail(SPL_E_ARGUMENT, "%s is %s", name, r == R_EXPONENTS ? "no row of Gaussians; the rows that it scales are read and written in fp32" : "scratch, not part of the map");
   if (first < 0 || count < 0 || first > c.n || count > c.n - first) fail(SPL_E_ARGUMENT, "%s: %lld from %lld on, of %lld Gaussians", name, (long long)count, (long long)first, (long long)c.n);
-  bytes = count * c.item_bytes(r);
-  return c.row<uint8_t>(r) + first * c.item_bytes(r);
+  return r;
 }
 
 // Ends the step that was just issued, or leaves it running and describes the one before.
@@ -110,8 +111,9 @@ int spl_create(const spl_create_params* p, spl_ctx** out) {
     if (p->sh_degree < 0 || p->sh_degree > 3) fail(SPL_E_ARGUMENT, "sh_degree %d: must be 0..3", p->sh_degree);
     if (p->max_gaussians < 1 || p->max_gaussians > UINT32_MAX) fail(SPL_E_ARGUMENT, "max_gaussians %lld: must be 1..%u", (long long)p->max_gaussians, UINT32_MAX);
     if (p->threads < 0 || p->threads > 1024) fail(SPL_E_ARGUMENT, "threads %d: must be 0 (all cores) .. 1024", p->threads);
+    if (p->precision != SPL_FULL && p->precision != SPL_COMPACT) fail(SPL_E_ARGUMENT, "precision %d: must be %d (full) or %d (compact)", p->precision, SPL_FULL, SPL_COMPACT);
     open_context(*c);
-    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c->map[r].reserve(c->params.max_gaussians * c->item_bytes(r));
+    for (int r = 0; r < SPL_N_OWN_ROWS; ++r) c->map[r].reserve(c->map_bytes(r, c->most_gaussians()));
   } catch (const Failure& f) {
     create_error = f.text;
     spl_destroy(c);
@@ -232,19 +234,17 @@ int spl_map_append(spl_ctx* ctx, const spl_gaussians* g, int32_t owner) {
 
 int spl_map_read(spl_ctx* ctx, const char* row, int64_t first, int64_t count, void* host) {
   return guarded(ctx, [&](spl_ctx& c) {
-    if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
-    int64_t bytes;
-    const uint8_t* p = map_bytes(c, row, first, count, bytes);
-    get(c, host, p, bytes);
+    const int r = map_row(c, row, first, count, host);
+    if (c.info(r).coded) read_coded(c, r, first, count, (float*)host);
+    else get(c, host, c.row<uint8_t>(r) + c.map_bytes(r, first), c.map_bytes(r, count));
   });
 }
 
 int spl_map_write(spl_ctx* ctx, const char* row, int64_t first, int64_t count, const void* host) {
   return guarded(ctx, [&](spl_ctx& c) {
-    if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
-    int64_t bytes;
-    uint8_t* p = map_bytes(c, row, first, count, bytes);
-    put(c, p, host, bytes);
+    const int r = map_row(c, row, first, count, host);
+    if (c.info(r).coded) write_coded(c, r, first, count, (const float*)host);
+    else put(c, c.row<uint8_t>(r) + c.map_bytes(r, first), host, c.map_bytes(r, count));
   });
 }
 
@@ -280,29 +280,31 @@ int spl_insert(spl_ctx* ctx, const spl_view* view, const spl_target* target, con
 int spl_report(spl_ctx* ctx, spl_row* rows, int32_t capacity, int32_t* n_rows) {
   return guarded(ctx, [&](spl_ctx& c) {
     if (!rows || !n_rows || capacity < SPL_N_ROWS + 1) fail(SPL_E_ARGUMENT, "spl_report needs room for %d rows", SPL_N_ROWS + 1);
+    int32_t n = 0;
     for (int r = 0; r < SPL_N_ROWS; ++r) {
-      const RowInfo info = row_info(r, c.params.sh_degree);
-      spl_row& o = rows[r];
+      const RowInfo info = c.info(r);
+      if (!info.item_bytes) continue;
+      spl_row& o = rows[n++];
       o = {};
       snprintf(o.name, sizeof o.name, "%s", info.name);
       o.category = info.category; o.count = info.count; o.first_phase = info.first; o.last_phase = info.last;
       o.saved = info.saved; o.aliased = info.arena(); o.item_bytes = info.item_bytes;
       o.used_bytes = c.used_bytes(r);
-      o.capacity_bytes = r < SPL_N_MAP_ROWS ? c.map[r].committed : 0;
+      o.capacity_bytes = r < SPL_N_OWN_ROWS ? c.map[r].committed : 0;
     }
-    spl_row& arena = rows[SPL_N_ROWS];
+    spl_row& arena = rows[n++];
     arena = {};
     snprintf(arena.name, sizeof arena.name, "arena");
     arena.category = SPL_OTHER;
     arena.used_bytes = c.plan.separate;  // what the rows would take with a buffer each
     arena.capacity_bytes = c.arena.committed;
-    *n_rows = SPL_N_ROWS + 1;
+    *n_rows = n;
   });
 }
 
 int spl_buffer(spl_ctx* ctx, const char* name, void** ptr, int64_t* bytes) {
   return guarded(ctx, [&](spl_ctx& c) {
-    const int r = find_row(name, c.params.sh_degree);
+    const int r = find_row(c, name);
     if (!ptr || !bytes) fail(SPL_E_ARGUMENT, "ptr and bytes must be given");
     *bytes = c.used_bytes(r);
     *ptr = readable(c, r, *bytes);

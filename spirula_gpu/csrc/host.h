@@ -41,11 +41,17 @@ template <class T> const T& checked(const T* p, const char* name) {
   return *p;
 }
 
+struct Codes {  // of a compact map: gaussian.h decodes them
+  const int16_t *quat, *log_scale, *opacity, *sh;
+  const int8_t* exponents;  // null: full precision
+};
+
 struct Source {  // the Gaussians that a call works on: the map's rows or the caller's arrays
-  const float *mean, *quat, *scale, *opacity, *sh;
+  const float *mean, *quat, *scale, *opacity, *sh;  // of a compact map: the mean alone
   int64_t n;
   int sh_floats;      // per Gaussian in `sh`
   bool activated, direct_rgb;
+  Codes codes{};      // of a compact map
 };
 
 struct Sink {  // where gradients go: either arrays, or (hyper != null) straight into Adam
@@ -71,7 +77,7 @@ struct Context {  // what a context of either backend owns
   std::string error;
   int64_t n = 0;            // Gaussians in the map
   int64_t n_capacity = 0;   // with memory behind them
-  Region map[SPL_N_MAP_ROWS];
+  Region map[SPL_N_OWN_ROWS];
   Region arena;
   ArenaPlan plan;
   Counts counts{}, capacity{};  // of the newest call; what the arena is laid out for
@@ -86,10 +92,18 @@ struct Context {  // what a context of either backend owns
   Context() { finished.struct_size = sizeof finished; finished.n_pairs = finished.n_isects = -1; }
 
   template <class T> T* row(int r) {
-    return (T*)(void*)(r < SPL_N_MAP_ROWS ? map[r].base : arena.base + plan.offset[r]);
+    return (T*)(void*)(r < SPL_N_OWN_ROWS ? map[r].base : arena.base + plan.offset[r]);
   }
-  int64_t item_bytes(int r) const { return row_info(r, params.sh_degree).item_bytes; }
-  int64_t used_bytes(int r) const { return (r < SPL_N_MAP_ROWS ? n : counts[row_info(r, params.sh_degree).count]) * item_bytes(r); }
+  RowInfo info(int r) const { return row_info(r, params.sh_degree, params.precision); }
+  bool compact() const { return params.precision == SPL_COMPACT; }
+  int64_t item_bytes(int r) const { return info(r).item_bytes; }
+  int64_t map_bytes(int r, int64_t gaussians) const {  // of a row of the map; codes come in whole blocks
+    const RowInfo i = info(r);
+    const int64_t blocks = align_up(gaussians, SPL_OPT_BLOCK) / SPL_OPT_BLOCK;
+    return (i.count == SPL_MAP_BLOCKS ? blocks : i.coded ? blocks * SPL_OPT_BLOCK : gaussians) * i.item_bytes;
+  }
+  int64_t used_bytes(int r) const { return r < SPL_N_OWN_ROWS ? map_bytes(r, n) : counts[info(r).count] * item_bytes(r); }
+  int64_t most_gaussians() const { return align_up(params.max_gaussians, SPL_OPT_BLOCK); }  // that there is ever memory for
   int64_t budget() const { return params.budget_bytes > 0 ? params.budget_bytes : INT64_MAX; }
 };
 
@@ -186,17 +200,17 @@ inline void fit_arena(Context& c, const Counts& need) {
 inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_E_CAPACITY
   if (n > c.params.max_gaussians)
     fail(SPL_E_CAPACITY, "%lld Gaussians > engine.max_gaussians %lld; raise it, prune, or relocate", (long long)n, (long long)c.params.max_gaussians);
-  const int64_t want = std::min(align_up(n, SPL_GROW_GAUSSIANS), c.params.max_gaussians);
+  const int64_t want = std::min(align_up(n, SPL_GROW_GAUSSIANS), c.most_gaussians());
   if (want <= c.n_capacity) return;
   int64_t after = c.arena.committed;
-  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) after += std::max(Region::rounded(want * c.item_bytes(r)), c.map[r].committed);
+  for (int r = 0; r < SPL_N_OWN_ROWS; ++r) after += std::max(Region::rounded(c.map_bytes(r, want)), c.map[r].committed);
   if (after > c.budget())
     fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate",
          (long long)n, (long long)(after >> 20), (long long)(c.budget() >> 20));
   try {
-    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) commit(c, c.map[r], std::max(want * c.item_bytes(r), c.map[r].committed));
+    for (int r = 0; r < SPL_N_OWN_ROWS; ++r) commit(c, c.map[r], std::max(c.map_bytes(r, want), c.map[r].committed));
   } catch (const Failure&) {  // all rows or none
-    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(c.n_capacity * c.item_bytes(r));
+    for (int r = 0; r < SPL_N_OWN_ROWS; ++r) c.map[r].commit(c.map_bytes(r, c.n_capacity));
     throw;
   }
   c.n_capacity = want;
@@ -204,9 +218,9 @@ inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_
 
 // Memory that the map no longer needs goes back, so that the arena may have it.
 inline void trim_map(Context& c) {
-  const int64_t want = std::min<int64_t>(align_up(c.n, SPL_GROW_GAUSSIANS), c.params.max_gaussians);
+  const int64_t want = std::min<int64_t>(align_up(c.n, SPL_GROW_GAUSSIANS), c.most_gaussians());
   if (want >= c.n_capacity) return;
-  for (int r = 0; r < SPL_N_MAP_ROWS; ++r) c.map[r].commit(want * c.item_bytes(r));
+  for (int r = 0; r < SPL_N_OWN_ROWS; ++r) c.map[r].commit(c.map_bytes(r, want));
   c.n_capacity = want;
 }
 
@@ -215,15 +229,15 @@ inline void trim_map(Context& c) {
 template <class C> void check_and_poison(C& c, int phase) {
   auto at = [&](int r) { return c.template row<uint8_t>(r); };
   auto alive_in = [&](int r, int p) { const RowInfo i = row_info(r, c.params.sh_degree); return p >= i.first && p <= i.last; };
-  for (int r = SPL_N_MAP_ROWS; r < SPL_N_ROWS; ++r) {
+  for (int r = SPL_N_OWN_ROWS; r < SPL_N_ROWS; ++r) {
     if (!alive_in(r, c.phase)) continue;
     const int64_t bad = c.first_other(at(r) + c.plan.bytes[r], 0xC5, SPL_CANARY_BYTES);
     if (bad >= 0) fail(SPL_E_ARGUMENT, "arena: something wrote %lld bytes behind %s in phase %s (internal error)", (long long)bad + 1, row_info(r, 0).name, SPL_PHASE_NAMES[c.phase]);
   }
   const bool onwards = c.phase != SPL_PHASE_ALWAYS && phase > c.phase;
-  for (int r = SPL_N_MAP_ROWS; r < SPL_N_ROWS; ++r)  // dead rows first: a living one may share their bytes
+  for (int r = SPL_N_OWN_ROWS; r < SPL_N_ROWS; ++r)  // dead rows first: a living one may share their bytes
     if (onwards && alive_in(r, c.phase) && !alive_in(r, phase)) c.fill(at(r), 0xFF, c.plan.bytes[r] + SPL_CANARY_BYTES);
-  for (int r = SPL_N_MAP_ROWS; r < SPL_N_ROWS; ++r) {
+  for (int r = SPL_N_OWN_ROWS; r < SPL_N_ROWS; ++r) {
     if (!alive_in(r, phase) || (onwards && alive_in(r, c.phase))) continue;
     c.fill(at(r), 0xFF, c.plan.bytes[r]);
     c.fill(at(r) + c.plan.bytes[r], 0xC5, SPL_CANARY_BYTES);
@@ -257,8 +271,10 @@ inline View make_view(const spl_view* given, int stored_sh_degree) {
 }
 
 inline Source map_source(Context& c) {
-  return {c.row<float>(R_MEAN), c.row<float>(R_QUAT), c.row<float>(R_LOG_SCALE), c.row<float>(R_OPACITY), c.row<float>(R_SH), c.n,
-          (int)c.item_bytes(R_SH) / 4, false, false};
+  const int floats = (int)row_info(R_SH, c.params.sh_degree).item_bytes / 4;
+  if (!c.compact()) return {c.row<float>(R_MEAN), c.row<float>(R_QUAT), c.row<float>(R_LOG_SCALE), c.row<float>(R_OPACITY), c.row<float>(R_SH), c.n, floats, false, false};
+  return {c.row<float>(R_MEAN), nullptr, nullptr, nullptr, nullptr, c.n, floats, false, false,
+          {c.row<int16_t>(R_QUAT), c.row<int16_t>(R_LOG_SCALE), c.row<int16_t>(R_OPACITY), c.row<int16_t>(R_SH), c.row<int8_t>(R_EXPONENTS)}};
 }
 
 inline Source caller_source(const spl_gaussians* given) {

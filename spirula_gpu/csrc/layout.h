@@ -10,6 +10,7 @@
   X(SPL_MASK_BLOCK, 128)  /* pairs per block of the packed projection: both passes must use the same */              \
   X(SPL_MASK_WORDS, 4)    /* 32-bit words of visibility bits per block */                                            \
   X(SPL_OPT_BLOCK, 256)   /* Gaussians per optimiser block */                                                        \
+  X(SPL_EXPONENTS, 8)     /* compact: bytes of map.exponents per block; one a group of codec.h */                    \
   X(SPL_SCREEN_FLOATS, 10) /* x y, conic a b c, opacity, depth, r g b */                                             \
   X(SPL_VGRAD_FLOATS, 12) /* the gradients of those, then sum of weights, then sum of weight * pixel error */        \
   X(SPL_MAX_PX, 32767)    /* image edge */                                                                           \
@@ -31,39 +32,45 @@ constexpr float SPL_DEPTH_MIN = 1e-4f;  // m: a measurement below this is none
 constexpr float SPL_T_MIN = 1e-4f;  // a pixel is finished before the Gaussian that would bring its transmittance here
 
 enum Category { SPL_SPLAT, SPL_SPLAT_X_IMG, SPL_IMAGE, SPL_APPEARANCE, SPL_VIEWER, SPL_OTHER, SPL_N_CATEGORIES };
-enum Count { SPL_GAUSSIANS, SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS, SPL_TILES, SPL_BINS, SPL_CAMERAS, SPL_CALLER, SPL_KEY_BYTES, SPL_N_COUNTS };
+enum Count { SPL_GAUSSIANS, SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS, SPL_TILES, SPL_BINS, SPL_CAMERAS, SPL_CALLER, SPL_KEY_BYTES, SPL_MAP_BLOCKS, SPL_N_COUNTS };
+enum Precision { SPL_FULL, SPL_COMPACT };
 enum Phase { SPL_PROJECT, SPL_ORDER, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_BWD, SPL_PROJECT_BWD, SPL_N_PHASES, SPL_PHASE_ALWAYS = -1 };
 
 // BLOCKS: 128-pair blocks of cameras x Gaussians. PAIRS: visible camera-Gaussian pairs (+1). ISECTS: splat-tile pairs.
 // PIXELS and TILES (+1): of all cameras. BINS: 8-byte words of scratch for scans and sorts. CAMERAS: of the view, +1 slot of counters.
 // CALLER: floats of the Gaussians that come with a call instead of from the map (CUDA: copied to the device).
-// KEY_BYTES: tile numbers of all intersections, of 2 bytes while they fit (CUDA). D = sh_degree+1 of the map and K = D^2: the second
-// moments of SH coefficients are one per degree, the mean over its 3 (2 l + 1) squares: 176 bytes less at degree 3. SPL_PHASE_ALWAYS rows own their bytes, the others live in the arena.
-//   enum           name                  category         bytes     count          first            last              saved
-#define SPL_MAP_ROWS(X)                                                                                                     \
-  X(R_MEAN,        "map.mean",            SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_QUAT,        "map.quat",            SPL_SPLAT,       16,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_LOG_SCALE,   "map.log_scale",       SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_OPACITY,     "map.logit_opacity",   SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_SH,          "map.sh",              SPL_SPLAT,       12 * K,   SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_M_MEAN,      "adam.m.mean",         SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_M_QUAT,      "adam.m.quat",         SPL_SPLAT,       16,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_M_LOG_SCALE, "adam.m.log_scale",    SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_M_OPACITY,   "adam.m.logit_opacity",SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_M_SH,        "adam.m.sh",           SPL_SPLAT,       12 * K,   SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_V_MEAN,      "adam.v.mean",         SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_V_QUAT,      "adam.v.quat",         SPL_SPLAT,       16,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_V_LOG_SCALE, "adam.v.log_scale",    SPL_SPLAT,       12,       SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_V_OPACITY,   "adam.v.logit_opacity",SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_V_SH,        "adam.v.sh",           SPL_SPLAT,       4 * D,    SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_STEPS,       "adam.steps",          SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_OWNER,       "map.owner",           SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_WEIGHT,      "stat.weight",         SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)  \
-  X(R_ERROR,       "stat.error",          SPL_SPLAT,       4,        SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1)
+// KEY_BYTES: tile numbers of all intersections, of 2 bytes while they fit (CUDA). MAP_BLOCKS: of SPL_OPT_BLOCK Gaussians of the map.
+// SPL_PHASE_ALWAYS rows own their bytes, the others live in the arena.
 
+// The rows of the map: always there, saved, counted in Gaussians (map.exponents: in MAP_BLOCKS). Where the bytes of the two precisions
+// differ, compact holds the codes of codec.h, else both hold the same int32 or fp32. D = sh_degree+1 of the map and K = D^2: the
+// second moments of SH coefficients are one per degree, the mean over its 3 (2 l + 1) squares: 176 bytes less at degree 3.
+//   enum           name                   full    compact
+#define SPL_MAP_ROWS(X)                                                                                                     \
+  X(R_MEAN,        "map.mean",             12,     12)                                                                      \
+  X(R_QUAT,        "map.quat",             16,     8)                                                                       \
+  X(R_LOG_SCALE,   "map.log_scale",        12,     6)                                                                       \
+  X(R_OPACITY,     "map.logit_opacity",    4,      2)                                                                       \
+  X(R_SH,          "map.sh",               12 * K, 6 * K)                                                                   \
+  X(R_M_MEAN,      "adam.m.mean",          12,     3)                                                                       \
+  X(R_M_QUAT,      "adam.m.quat",          16,     4)                                                                       \
+  X(R_M_LOG_SCALE, "adam.m.log_scale",     12,     3)                                                                       \
+  X(R_M_OPACITY,   "adam.m.logit_opacity", 4,      1)                                                                       \
+  X(R_M_SH,        "adam.m.sh",            12 * K, 3 * K)                                                                   \
+  X(R_V_MEAN,      "adam.v.mean",          12,     6)                                                                       \
+  X(R_V_QUAT,      "adam.v.quat",          16,     8)                                                                       \
+  X(R_V_LOG_SCALE, "adam.v.log_scale",     12,     6)                                                                       \
+  X(R_V_OPACITY,   "adam.v.logit_opacity", 4,      2)                                                                       \
+  X(R_V_SH,        "adam.v.sh",            4 * D,  2 * D)                                                                   \
+  X(R_STEPS,       "adam.steps",           4,      4)                                                                       \
+  X(R_OWNER,       "map.owner",            4,      4)                                                                       \
+  X(R_WEIGHT,      "stat.weight",          4,      4)                                                                       \
+  X(R_ERROR,       "stat.error",           4,      4)
+
+//   enum           name                  category         bytes     count          first            last              saved
 #define SPL_ARENA_ROWS(X)                                                                                                   \
-  X(R_MASK,        "proj.mask",           SPL_SPLAT_X_IMG, 16,       SPL_BLOCKS,    SPL_PROJECT,     SPL_PROJECT,      0)   \
-  X(R_SCAN,        "proj.scan",           SPL_SPLAT_X_IMG, 8,        SPL_BLOCKS,    SPL_PROJECT,     SPL_PROJECT,      0)   \
+  X(R_MASK,        "proj.mask",           SPL_SPLAT_X_IMG, 16,       SPL_BLOCKS,    SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
+  X(R_SCAN,        "proj.scan",           SPL_SPLAT_X_IMG, 8,        SPL_BLOCKS,    SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
   X(R_GAUSSIAN,    "proj.gaussian",       SPL_SPLAT_X_IMG, 4,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
   X(R_CAMERA,      "proj.camera",         SPL_SPLAT_X_IMG, 2,        SPL_PAIRS,     SPL_PROJECT,     SPL_PROJECT_BWD,  0)   \
   X(R_SCREEN,      "proj.screen",         SPL_SPLAT_X_IMG, 40,       SPL_PAIRS,     SPL_PROJECT,     SPL_RASTER_BWD,   0)   \
@@ -119,7 +126,9 @@ enum Phase { SPL_PROJECT, SPL_ORDER, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_B
 
 enum Row : int {
 #define X(id, ...) id,
-  SPL_MAP_ROWS(X) SPL_N_MAP_ROWS, SPL_LAST_MAP_ROW = SPL_N_MAP_ROWS - 1, // the next row continues the count
+  SPL_MAP_ROWS(X) SPL_N_MAP_ROWS,                        // those of Gaussians; ..
+  R_EXPONENTS = SPL_N_MAP_ROWS, SPL_N_OWN_ROWS,          // .. and all that own their bytes
+  SPL_LAST_OWN_ROW = SPL_N_OWN_ROWS - 1,                 // the next row continues the count
   SPL_ARENA_ROWS(X) SPL_BACKEND_ROWS(X)
 #undef X
   SPL_N_ROWS
@@ -128,19 +137,26 @@ enum Row : int {
 struct RowInfo {
   const char* name;
   int category, item_bytes, count, first, last, saved;
+  bool coded;  // compact: not int32 or fp32, but codes, block-transposed (codec.h)
   bool arena() const { return first != SPL_PHASE_ALWAYS; }
 };
 
-inline RowInfo row_info(int row, int sh_degree) {
+// A row of 0 bytes does not exist: map.exponents in full precision.
+inline RowInfo row_info(int row, int sh_degree, int precision = SPL_FULL) {
   const int D = sh_degree + 1, K = D * D;
+  const bool compact = precision == SPL_COMPACT;
   const RowInfo table[SPL_N_ROWS] = {
-#define X(id, name, category, bytes, count, first, last, saved) {name, category, bytes, count, first, last, saved},
-      SPL_MAP_ROWS(X) SPL_ARENA_ROWS(X) SPL_BACKEND_ROWS(X)
+#define X(id, name, full, small) {name, SPL_SPLAT, compact ? small : full, SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1, compact && small != full},
+      SPL_MAP_ROWS(X)
+#undef X
+      {"map.exponents", SPL_SPLAT, compact ? (int)SPL_EXPONENTS : 0, SPL_MAP_BLOCKS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1, false},
+#define X(id, name, category, bytes, count, first, last, saved) {name, category, bytes, count, first, last, saved, false},
+      SPL_ARENA_ROWS(X) SPL_BACKEND_ROWS(X)
 #undef X
   };
   return table[row];
 }
 
 constexpr const char* SPL_CATEGORY_NAMES[] = {"splat", "splat_x_img", "image", "appearance", "viewer", "other"};
-constexpr const char* SPL_COUNT_NAMES[] = {"gaussians", "blocks", "pairs", "isects", "pixels", "tiles", "bins", "cameras", "caller", "key_bytes"};
+constexpr const char* SPL_COUNT_NAMES[] = {"gaussians", "blocks", "pairs", "isects", "pixels", "tiles", "bins", "cameras", "caller", "key_bytes", "map_blocks"};
 constexpr const char* SPL_PHASE_NAMES[] = {"project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd"};

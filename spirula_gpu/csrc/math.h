@@ -361,7 +361,7 @@ SPL_FN void adam(float& x, float& m, float& v, float g, float lr, const AdamStep
 }
 // SH coefficients: one second moment a degree l, of the mean of its 3 (2 l + 1) squares g2. Returns what multiplies the first moments.
 SPL_FN float adam_band(float& v, float g2_sum, int l, float lr, const AdamStep& a) {
-  v = a.beta2 * v + (1 - a.beta2) * (g2_sum * (1.0f / 3.0f) / (2 * l + 1));
+  v = a.beta2 * v + (1 - a.beta2) * (g2_sum * (1.0f / (3 * (2 * l + 1))));
   return adam_quotient(lr * a.c1, v, a);
 }
 SPL_FN void adam_in_band(float& x, float& m, float g, float rate, const AdamStep& a) {
@@ -376,8 +376,9 @@ SPL_FN uint32_t mixed(uint32_t x) {  // lowbias32 (Wellons 2018)
   x ^= x >> 15; x *= 0x846ca68bu;
   return x ^ x >> 16;
 }
+SPL_FN uint32_t random_key(uint32_t seed, uint32_t gaussian, uint32_t step) { return mixed(seed ^ mixed(gaussian ^ mixed(step))); }  // of one step of one Gaussian
 SPL_FN Vec3 normals(uint32_t seed, uint32_t gaussian, uint32_t step) {  // Box and Muller
-  const uint32_t key = mixed(seed ^ mixed(gaussian ^ mixed(step)));
+  const uint32_t key = random_key(seed, gaussian, step);
   float r[2], angle[2];
   for (int k = 0; k < 2; ++k) {
     r[k] = sqrtf(-2 * logf(((mixed(key + 2 * k) >> 8) + 0.5f) * (1.0f / 16777216.0f)));

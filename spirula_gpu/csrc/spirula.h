@@ -57,6 +57,7 @@ typedef struct {
   int32_t arena_alias;    /* 0: every arena row has bytes of its own (A/B switch; results are bit-identical on the CPU) */
   int32_t arena_debug;    /* 1: poison rows outside their phases and check canaries behind them */
   int32_t no_paging;      /* CUDA: 1 = as where the driver has no virtual memory management: growing copies, with the old and the new of one row held meanwhile */
+  int32_t precision;      /* 0: full, fp32. 1: compact: 16-bit parameters, 8- and 16-bit moments (codec.h), 229 instead of 548 bytes a Gaussian at degree 3 */
 } spl_create_params;
 
 SPL_API int32_t spl_abi_version(void);
@@ -107,6 +108,8 @@ typedef struct {
 
 SPL_API int64_t spl_map_size(const spl_ctx*);
 SPL_API int spl_map_append(spl_ctx*, const spl_gaussians* host, int32_t owner);  /* owner: keyframe id; Adam state zero */
+/* Rows by their names, in fp32 (int32: owner, steps) in either precision, [count,..] from Gaussian `first` on. Compact rounds what is written
+ * to the nearest code; it keeps a first moment relative to the second one: write adam.v.* before adam.m.*. */
 SPL_API int spl_map_read(spl_ctx*, const char* row, int64_t first, int64_t count, void* host);
 SPL_API int spl_map_write(spl_ctx*, const char* row, int64_t first, int64_t count, const void* host);
 SPL_API int spl_map_keep(spl_ctx*, const uint8_t* keep_host, int64_t* n_kept);   /* keep [n]: 0 removes; order is kept */

@@ -50,7 +50,9 @@ SPL_HOT static void compact_block(const Source& s, const View& v, int64_t block,
     Box box{};
     load(s, gi, g);
     project(g, cam, screen, box);
-    paint(s.direct_rgb ? Vec3{s.sh[3 * gi], s.sh[3 * gi + 1], s.sh[3 * gi + 2]} : sh_color(v.sh_degree, s.sh + gi * s.sh_floats, g.mean, cam.center), s.direct_rgb, screen);
+    float room[48];
+    const float* sh = sh_of(s, gi, v.sh_degree, room);
+    paint(s.direct_rgb ? Vec3{sh[0], sh[1], sh[2]} : sh_color(v.sh_degree, sh, g.mean, cam.center), s.direct_rgb, screen);
     const Box16 q = encode_box(box, cam.width, cam.height);
     out.gaussian[slot] = (uint32_t)gi;
     out.camera[slot] = camera_bits((int)ci, screen);

@@ -1,13 +1,17 @@
 // project_bwd.cpp: from the gradients of the screen rows to those of the parameters, either into arrays or straight into
-// Adam, so that in training they never reach memory. One thread handles a Gaussian with all its pairs; the optimiser
-// visits only Gaussians that some camera sees.
+// Adam, so that in training they never reach memory. One thread handles a block of 256 Gaussians, one after the other with
+// all its pairs; the optimiser visits only Gaussians that some camera sees. In compact precision it decodes what it
+// visits, and encodes the parameters when all of the block are known.
 #include "context.h"
+#include "../coded.h"
 #include "../gaussian.h"
 #include <cmath>
 #include <cstring>
 #include <numeric>
 
 namespace spl {
+
+#define SPL_INLINE __attribute__((always_inline))  // after a lambda's arguments, so that it is compiled for the instruction set of its SPL_HOT function
 
 struct Work {
   const Source& s; const View& v; const Sink& sink;
@@ -36,9 +40,7 @@ static SPL_FN void add(CameraGrad& to, const CameraGrad& v) {
 }
 
 // All pairs [begin, end) of one Gaussian. v_cam: [C] or null.
-static SPL_FN void gather(const Work& w, const Gaussian& g, int64_t begin, int64_t end, Total& t, CameraGrad* v_cam) {
-  const int64_t gi = w.gaussian[begin];
-  const float* sh = w.s.sh + gi * w.s.sh_floats;
+static SPL_FN void gather(const Work& w, const Gaussian& g, const float* sh, int64_t begin, int64_t end, Total& t, CameraGrad* v_cam) {
   for (int64_t p = begin; p < end; ++p) {
     const int ci = camera_of(w.camera[p]);
     const Camera& cam = w.v.cameras[ci];
@@ -87,7 +89,28 @@ static SPL_FN AdamStep adam_step(const spl_ctx& c, const spl_hyper& h, int steps
   return {h.beta1, h.beta2, h.eps, correction(h.beta1, steps), correction(h.beta2, steps)};
 }
 
-static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Total& t) {
+// Parameters and moments of one Gaussian in fp32: mean, quat, log scale, opacity, SH. Of SH v holds one a degree.
+constexpr int N_PARAMETERS = R_SH + 1;
+static_assert(R_MEAN == 0 && R_M_MEAN == N_PARAMETERS && R_V_MEAN == 2 * N_PARAMETERS, "rows in this order");
+struct State { float *x[N_PARAMETERS], *m[N_PARAMETERS], *v[N_PARAMETERS]; };
+struct Sizes { int x[N_PARAMETERS], v[N_PARAMETERS], element[N_PARAMETERS]; };  // element: the number of a row's first, among x, m and v alike
+static SPL_FN Sizes sizes_of(const Work& w) {
+  return {{3, 4, 3, 1, w.s.sh_floats}, {3, 4, 3, 1, w.c.params.sh_degree + 1}, {0, 3, 7, 10, FIRST_SH_ELEMENT}};
+}
+
+static SPL_FN State state_in_rows(const Work& w, int64_t gi) {
+  const Sizes size = sizes_of(w);
+  State s;
+  for (int r = 0; r < N_PARAMETERS; ++r) {
+    s.x[r] = w.c.row<float>(R_MEAN + r) + gi * size.x[r];
+    s.m[r] = w.c.row<float>(R_M_MEAN + r) + gi * size.x[r];
+    s.v[r] = w.c.row<float>(R_V_MEAN + r) + gi * size.v[r];
+  }
+  return s;
+}
+
+// False: a non-finite gradient, which would poison the moments; the state is as before.
+static SPL_FN bool adam_update(const Work& w, int64_t gi, const Gaussian& g, Total& t, const State& s) {
   spl_ctx& c = w.c;
   const spl_hyper& h = *w.sink.hyper;
   c.row<float>(R_WEIGHT)[gi] = most(t.weight, c.row<float>(R_WEIGHT)[gi]);
@@ -97,40 +120,100 @@ static SPL_FN void adam_update(const Work& w, int64_t gi, const Gaussian& g, Tot
     squares[l] = 0;
     for (int i = band_begin(l); i < band_begin(l + 1); ++i) squares[l] += t.sh[i] * t.sh[i];
   }
-  if (!all_finite(t.g) || !finite(std::accumulate(squares, squares + w.v.sh_degree + 1, 0.0f))) return;  // it would poison the moments
+  if (!all_finite(t.g) || !finite(std::accumulate(squares, squares + w.v.sh_degree + 1, 0.0f))) return false;
   const float share = 1.0f / (float)w.nnz;
   t.g.opacity += h.opacity_reg * share;
   const float reg = h.scale_reg * share / most(t.nearest_z, 1e-3f);
   t.g.scale = t.g.scale + Vec3{reg, reg, reg};
   int32_t& steps = c.row<int32_t>(R_STEPS)[gi];
   const AdamStep a = adam_step(c, h, ++steps);
-  auto update = [&](int row, int m_row, int v_row, int size, const float* grad, float lr) {
-    float *x = c.row<float>(row) + gi * size, *m = c.row<float>(m_row) + gi * size, *v = c.row<float>(v_row) + gi * size;
-    for (int i = 0; i < size; ++i) adam(x[i], m[i], v[i], grad[i], lr, a);
+  auto update = [&](int r, int size, const float* grad, float lr) {
+    for (int i = 0; i < size; ++i) adam(s.x[r][i], s.m[r][i], s.v[r][i], grad[i], lr, a);
   };
   const float mean[3] = {t.g.mean.x, t.g.mean.y, t.g.mean.z}, quat[4] = {t.g.quat.w, t.g.quat.x, t.g.quat.y, t.g.quat.z};
   const float scale[3] = {t.g.scale.x * g.scale.x, t.g.scale.y * g.scale.y, t.g.scale.z * g.scale.z};
   const float opacity = t.g.opacity * g.opacity * (1 - g.opacity);
   const float age = h.lr_decay_steps > 0 ? least(steps / h.lr_decay_steps, 1.0f) : 0.0f;
   const float lr_mean = age > 0 && h.lr_mean > 0 ? h.lr_mean * powf(h.lr_mean_final / h.lr_mean, age) : h.lr_mean;
-  update(R_MEAN, R_M_MEAN, R_V_MEAN, 3, mean, lr_mean);
-  update(R_QUAT, R_M_QUAT, R_V_QUAT, 4, quat, h.lr_quat);
-  update(R_LOG_SCALE, R_M_LOG_SCALE, R_V_LOG_SCALE, 3, scale, h.lr_log_scale);
-  update(R_OPACITY, R_M_OPACITY, R_V_OPACITY, 1, &opacity, h.lr_logit_opacity);
-  float *x = c.row<float>(R_SH) + gi * w.s.sh_floats, *m = c.row<float>(R_M_SH) + gi * w.s.sh_floats, *v = c.row<float>(R_V_SH) + gi * (c.params.sh_degree + 1);
+  update(R_MEAN, 3, mean, lr_mean);
+  update(R_QUAT, 4, quat, h.lr_quat);
+  update(R_LOG_SCALE, 3, scale, h.lr_log_scale);
+  update(R_OPACITY, 1, &opacity, h.lr_logit_opacity);
+  float *x = s.x[R_SH], *m = s.m[R_SH], *v = s.v[R_SH];
   for (int l = 0; l <= w.v.sh_degree; ++l) {
     const float rate = adam_band(v[l], squares[l], l, l ? h.lr_sh_rest : h.lr_sh0, a);
 #pragma GCC ivdep
     for (int i = band_begin(l); i < band_begin(l + 1); ++i) adam_in_band(x[i], m[i], t.sh[i], rate, a);
   }
-  if (!(h.noise > 0) || !noisy(g.opacity)) return;
+  if (!(h.noise > 0) || !noisy(g.opacity)) return true;
   const Vec3 noise = position_noise(g, h.noise * lr_mean, h.seed, (uint32_t)gi, (uint32_t)steps);
-  float* moved = c.row<float>(R_MEAN) + 3 * gi;
+  float* moved = s.x[R_MEAN];
   moved[0] += noise.x; moved[1] += noise.y; moved[2] += noise.z;
+  return true;
 }
 
-// Pairs [begin, end), which start and end at Gaussian boundaries.
-SPL_HOT static void backprop_pairs(const Work& w, int64_t begin, int64_t end, CameraGrad* v_cam) {
+// ---- compact precision ------------------------------------------------------------------------------------------------------------
+constexpr int ELEMENTS = FIRST_SH_ELEMENT + 48, V_ELEMENTS = FIRST_SH_ELEMENT + 4;
+
+struct BlockState {  // of one block: the new parameters of the Gaussians that were updated, and the moments of the newest
+  float x[SPL_OPT_BLOCK][ELEMENTS], m[ELEMENTS], v[V_ELEMENTS];
+  uint8_t changed[SPL_OPT_BLOCK];
+};
+
+static SPL_FN State decode_state(const Work& w, int64_t gi, const Sizes& size, BlockState& b) {
+  float* x = b.x[gi % SPL_OPT_BLOCK];
+  State s;
+  for (int r = 0; r < N_PARAMETERS; ++r) {
+    s.x[r] = x + size.element[r];
+    s.m[r] = b.m + size.element[r];
+    s.v[r] = b.v + size.element[r];
+    const uint16_t* roots = w.c.row<uint16_t>(R_V_MEAN + r);
+    const uint8_t* firsts = w.c.row<uint8_t>(R_M_MEAN + r);
+    for (int k = 0; k < size.v[r]; ++k) s.v[r][k] = decode_f16u(roots[place(gi, k, size.v[r])]);
+    for (int k = 0; k < size.x[r]; ++k) s.m[r][k] = decode_f8(firsts[place(gi, k, size.x[r])]) * s.v[r][v_element(r == R_SH, k)];
+    for (int k = 0; k < size.v[r]; ++k) s.v[r][k] *= s.v[r][k];
+  }
+  s.x[R_MEAN] = w.c.row<float>(R_MEAN) + 3 * gi;
+  const Raw raw = decode_raw(w.s.codes, gi);
+  memcpy(s.x[R_QUAT], &raw, sizeof raw);  // and what follows
+  decode_sh(w.s.codes, gi, w.s.sh_floats, w.v.sh_degree, s.x[R_SH]);
+  return s;
+}
+
+static SPL_FN uint32_t key_of(const Work& w, int64_t gi) { return random_key(w.sink.hyper->seed, (uint32_t)gi, (uint32_t)w.c.row<int32_t>(R_STEPS)[gi]); }
+
+static SPL_FN void encode_moments(const Work& w, int64_t gi, const Sizes& size, const State& s) {
+  const uint32_t key = key_of(w, gi);
+  for (int r = 0; r < N_PARAMETERS; ++r) {
+    uint16_t* roots = w.c.row<uint16_t>(R_V_MEAN + r);
+    uint8_t* firsts = w.c.row<uint8_t>(R_M_MEAN + r);
+    const int sizes[2] = {r == R_SH ? w.v.sh_degree + 1 : size.v[r], r == R_SH ? band_begin(w.v.sh_degree + 1) : size.x[r]};  // higher degrees wait for their turn
+    float root[4];
+    for (int k = 0; k < sizes[0]; ++k) {
+      const uint16_t code = encode_f16u(sqrtf(s.v[r][k]), bits_for_v(key, size.element[r] + k));
+      roots[place(gi, k, size.v[r])] = code;
+      root[k] = decode_f16u(code);
+    }
+    for (int k = 0; k < sizes[1]; ++k)
+      firsts[place(gi, k, size.x[r])] = encode_first(s.m[r][k], root[v_element(r == R_SH, k)], bits_for_m(random_word(key, size.element[r] + k)));
+  }
+}
+
+// The block's exponents follow from all of its Gaussians.
+static SPL_FN void encode_parameters(const Work& w, int64_t block, const Sizes& size, const BlockState& b) {
+  const int lanes = (int)std::min<int64_t>(SPL_OPT_BLOCK, w.s.n - block * SPL_OPT_BLOCK);
+  uint32_t key[SPL_OPT_BLOCK];
+  for (int lane = 0; lane < lanes; ++lane) key[lane] = key_of(w, block * SPL_OPT_BLOCK + lane);
+  for (int g = 0; g < SPL_G_SH + w.v.sh_degree + 1; ++g) {
+    const int row = GROUPS[g].row, element = size.element[row];
+    const CodedBlock codes = {w.c.row<int16_t>(row) + block * SPL_OPT_BLOCK * size.x[row], exponents_of(w.c.row<int8_t>(R_EXPONENTS), block * SPL_OPT_BLOCK), lanes};
+    encode_group(codes, g, b.changed, b.x[0] + element, ELEMENTS, [&](int lane, int k) SPL_INLINE { return bits_for_x(random_word(key[lane], element + k)); });
+  }
+}
+
+// ---- all pairs of a block ------------------------------------------------------------------------------------------------------------
+// f(Gaussian, its index, its gradients), for all that have pairs among [begin, end).
+template <class F> static SPL_FN void for_gaussians(const Work& w, int64_t begin, int64_t end, CameraGrad* v_cam, F&& f) {
   for (int64_t p = begin; p < end;) {
     const int64_t gi = w.gaussian[p];
     int64_t q = p + 1;
@@ -139,10 +222,31 @@ SPL_HOT static void backprop_pairs(const Work& w, int64_t begin, int64_t end, Ca
     load(w.s, gi, g);
     Total t{};
     t.nearest_z = 1e30f;
-    gather(w, g, p, q, t, v_cam);
-    if (w.sink.hyper) adam_update(w, gi, g, t); else write_grads(w, gi, g, t);
+    float room[48];
+    gather(w, g, sh_of(w.s, gi, w.v.sh_degree, room), p, q, t, v_cam);
+    f(g, gi, t);
     p = q;
   }
+}
+
+SPL_HOT static void write_block(const Work& w, int64_t begin, int64_t end, CameraGrad* v_cam) {
+  for_gaussians(w, begin, end, v_cam, [&](const Gaussian& g, int64_t gi, const Total& t) SPL_INLINE { write_grads(w, gi, g, t); });
+}
+
+SPL_HOT static void train_block(const Work& w, int64_t begin, int64_t end) {
+  for_gaussians(w, begin, end, nullptr, [&](const Gaussian& g, int64_t gi, Total& t) SPL_INLINE { adam_update(w, gi, g, t, state_in_rows(w, gi)); });
+}
+
+SPL_HOT static void train_compact_block(const Work& w, int64_t begin, int64_t end) {
+  const Sizes size = sizes_of(w);
+  BlockState b{};
+  for_gaussians(w, begin, end, nullptr, [&](const Gaussian& g, int64_t gi, Total& t) SPL_INLINE {
+    const State s = decode_state(w, gi, size, b);
+    if (!adam_update(w, gi, g, t, s)) return;
+    encode_moments(w, gi, size, s);
+    b.changed[gi % SPL_OPT_BLOCK] = 1;
+  });
+  encode_parameters(w, w.gaussian[begin] / SPL_OPT_BLOCK, size, b);
 }
 
 static void prepare_adam(spl_ctx& c, const spl_hyper& h) {
@@ -162,20 +266,31 @@ static void clear_grads(const Source& s, const View& v, const spl_gaussian_grads
   if (o.viewmats) memset(o.viewmats, 0, (size_t)v.n_cameras * 64);
 }
 
+// Where the pairs of every block begin that has any, and their end. Pairs are Gaussian-major: a block's are a whole number of mask blocks.
+static std::vector<int64_t> seen_blocks(spl_ctx& c, const Source& s, const View& v) {
+  const int64_t* scan = c.row<int64_t>(R_SCAN);
+  const int64_t masks = (s.n * v.n_cameras + SPL_MASK_BLOCK - 1) / SPL_MASK_BLOCK, stride = (int64_t)v.n_cameras * (SPL_OPT_BLOCK / SPL_MASK_BLOCK);
+  std::vector<int64_t> begin;
+  for (int64_t at = 0; at < masks; at += stride)
+    if (scan[at] < scan[std::min(at + stride, masks)]) begin.push_back(scan[at]);
+  begin.push_back(scan[masks]);
+  return begin;
+}
+
 void project_bwd(spl_ctx& c, const Source& s, const View& v, const Sink& sink) {
   begin_phase(c, SPL_PROJECT_BWD);
   const Work w = {s, v, sink, c.row<uint32_t>(R_GAUSSIAN), c.row<uint16_t>(R_CAMERA), c.row<int64_t>(R_FIRST), c.row<float>(R_V_ISECT), c.counts[SPL_PAIRS] - 1, c};
   if (sink.hyper) prepare_adam(c, *sink.hyper); else clear_grads(s, v, sink.grads);
-  const int64_t blocks = (w.nnz + SPL_OPT_BLOCK - 1) / SPL_OPT_BLOCK;
+  const std::vector<int64_t> begin = seen_blocks(c, s, v);
+  const int64_t blocks = (int64_t)begin.size() - 1;
   const bool cameras = !sink.hyper && sink.grads.viewmats;
   std::vector<CameraGrad> v_cam(cameras ? blocks * v.n_cameras : 0);  // per block, added in order
-  auto boundary = [&](int64_t p) {  // the first pair at or after p that begins a Gaussian
-    while (p > 0 && p < w.nnz && w.gaussian[p] == w.gaussian[p - 1]) ++p;
-    return std::min(p, w.nnz);
-  };
 #pragma omp parallel for schedule(dynamic, 4) num_threads(c.threads)
-  for (int64_t b = 0; b < blocks; ++b)
-    backprop_pairs(w, boundary(b * SPL_OPT_BLOCK), boundary((b + 1) * SPL_OPT_BLOCK), cameras ? v_cam.data() + b * v.n_cameras : nullptr);
+  for (int64_t b = 0; b < blocks; ++b) {
+    if (!sink.hyper) write_block(w, begin[b], begin[b + 1], cameras ? v_cam.data() + b * v.n_cameras : nullptr);
+    else if (c.compact()) train_compact_block(w, begin[b], begin[b + 1]);
+    else train_block(w, begin[b], begin[b + 1]);
+  }
   for (size_t i = 0; i < v_cam.size(); ++i) {
     float* o = sink.grads.viewmats + i % v.n_cameras * 16;
     for (int r = 0; r < 3; ++r)

@@ -86,6 +86,7 @@ namespace spl {
 void check(cudaError_t, const char* what);
 void await_counters(spl_ctx&);  // of the projection; a deferred step before this one has ended then
 void order_pairs(spl_ctx&, int64_t n);  // bin.cu: the first n pairs by depth; keys of those that don't exist are the largest
+void train_compact(spl_ctx&, const View&, const spl_hyper&);  // compact_bwd.cu: projection backward and Adam
 inline void launched(const char* kernel) { check(cudaGetLastError(), kernel); }
 bool on_device(const void*);  // false for NULL
 // `from` where kernels can read it: itself if it is device memory, else copied to `row` (through pinned memory).

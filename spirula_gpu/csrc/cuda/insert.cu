@@ -1,5 +1,5 @@
 // insert.cu: chooses and adds new Gaussians (insert.h) in pixel order, without leaving the device.
-#include "context.h"
+#include "codes.h"
 #include "../insert.h"
 
 namespace spl {
@@ -17,7 +17,7 @@ __global__ void choose_kernel(Scene s, float* found, int64_t* slot, int64_t pixe
   slot[at] = d > 0;
 }
 
-struct NewRows { float *mean, *quat, *log_scale, *opacity, *sh; int32_t* owner; int sh_floats; };
+struct NewRows { float *mean, *quat /* or null */, *log_scale, *opacity, *sh; int32_t* owner; int sh_floats; };
 
 __global__ void add_kernel(Scene s, const float* found, const int64_t* slot, int64_t pixels, NewRows o) {
   const int64_t at = thread_id();
@@ -30,9 +30,19 @@ __global__ void add_kernel(Scene s, const float* found, const int64_t* slot, int
     o.log_scale[3 * i + k] = g.log_scale;
     o.sh[o.sh_floats * i + k] = sh[k];
   }
-  o.quat[4 * i] = 1;
+  if (o.quat) o.quat[4 * i] = 1;
   o.opacity[i] = g.logit_opacity;
   o.owner[i] = s.p.owner;
+}
+
+static NewRows rows_behind(spl_ctx& c) {
+  auto behind = [&](int r) { return c.row<float>(r) + c.n * (c.item_bytes(r) / 4); };
+  return {behind(R_MEAN), behind(R_QUAT), behind(R_LOG_SCALE), behind(R_OPACITY), behind(R_SH), c.row<int32_t>(R_OWNER) + c.n, (int)c.item_bytes(R_SH) / 4};
+}
+
+// Of a compact map: what is coded goes to rows of the loss, at most one Gaussian a pixel; their bytes are free now.
+static NewRows rows_to_encode(spl_ctx& c) {
+  return {c.row<float>(R_MEAN) + 3 * c.n, nullptr, c.row<float>(R_RGB), c.row<float>(R_V_DEPTH), c.row<float>(R_V_RGB), c.row<int32_t>(R_OWNER) + c.n, 3};
 }
 
 int64_t insert(spl_ctx& c, const View& v, const spl_target& t, const spl_insert_params& p) {
@@ -51,12 +61,12 @@ int64_t insert(spl_ctx& c, const View& v, const spl_target& t, const spl_insert_
   int64_t n = 0;
   get(c, &n, slot + pixels, 8);
   fit_map(c, c.n + n);
-  auto behind = [&](int r) { return c.row<uint8_t>(r) + c.n * c.item_bytes(r); };
   if (n) {
-    for (int r = 0; r < SPL_N_MAP_ROWS; ++r) check(cudaMemsetAsync(behind(r), 0, n * c.item_bytes(r), c.stream), "clearing new Gaussians");
-    const NewRows rows = {(float*)behind(R_MEAN), (float*)behind(R_QUAT), (float*)behind(R_LOG_SCALE), (float*)behind(R_OPACITY), (float*)behind(R_SH), (int32_t*)behind(R_OWNER), (int)c.item_bytes(R_SH) / 4};
+    clear_new(c, n);
+    const NewRows rows = c.compact() ? rows_to_encode(c) : rows_behind(c);
     add_kernel<<<blocks_for(pixels, 256), 256, 0, c.stream>>>(s, found, slot, pixels, rows);
     launched("add_kernel");
+    if (c.compact()) encode_new(c, {nullptr, rows.log_scale, rows.opacity, rows.sh, c.n, rows.sh_floats, false}, n);
   }
   end_phases(c);
   c.n += n;

@@ -1,8 +1,7 @@
 // project_bwd.cu: from the gradients of the screen rows to those of the parameters, either into arrays or straight into
 // Adam, so that in training they never reach memory. One thread handles a Gaussian with all its pairs, which follow each
 // other; parameters pass through shared memory, so that a warp reads and writes them in memory order.
-#include "context.h"
-#include "../gaussian.h"
+#include "gradient.cuh"
 #include "select.cuh"
 #include "sh.cuh"
 
@@ -20,9 +19,7 @@ struct Work {
   int bands;                   // degrees that the map stores
   float* v_cameras;            // [C][12] R t, or null
   Parameters x, m, v;          // Adam; or x: the gradients
-  int32_t* steps; float *weight, *error;
-  spl_hyper h;
-  float log_beta1, log_beta2;
+  Optimiser o;
 };
 
 // Odd strides: no two lanes of a warp share a bank. With one camera a Gaussian has one pair, and its SH coefficients make
@@ -35,8 +32,6 @@ template <int FLOATS, bool MULTI> struct Shared {
   float rate[4][THREADS];  // what multiplies the first moments of a degree
   __device__ __forceinline__ float* v(int t) { return MULTI ? v_sh[t] : sh[t]; }
 };
-
-struct Total { GaussianGrad g; float weight, error, nearest_z; };
 
 __device__ __forceinline__ void add_camera(float* to, const CameraGrad& v) {
   float sum = v.t.x + v.t.y + v.t.z;
@@ -74,9 +69,9 @@ template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gathe
     const uint16_t bits = w.camera[p];
     const int ci = camera_of(bits);
     const Camera& cam = cameras[ci];
-    t.nearest_z = fminf(t.nearest_z, dot({cam.R.m[6], cam.R.m[7], cam.R.m[8]}, g.mean) + cam.t.z);
-    alignas(16) float v[SPL_VGRAD_FLOATS];
-    for (int k = 0; k < SPL_VGRAD_FLOATS / 4; ++k) *(float4*)(v + 4 * k) = ((const float4*)(w.v_screen + p * SPL_VGRAD_FLOATS))[k];
+    t.nearest_z = fminf(t.nearest_z, depth_of(cam, g.mean));
+    const ScreenGrad row = load_screen_grad(w.v_screen, p);
+    const float* v = row.f;
     if (v[10] == 0) continue;  // no pixel drew it
     drawn = true;
     t.weight += v[10];
@@ -95,10 +90,6 @@ template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gathe
       for (int k = 0; k < (D < 0 ? 3 : 3 * (D + 1) * (D + 1)); ++k) v_sh[k] = 0;
 }
 
-__device__ __forceinline__ bool all_finite(const GaussianGrad& g) {
-  return finite(g.mean.x + g.mean.y + g.mean.z + g.quat.w + g.quat.x + g.quat.y + g.quat.z + g.scale.x + g.scale.y + g.scale.z + g.opacity);
-}
-
 // Sums of floats, or of their squares, of the SH gradients by degree.
 template <int D, bool SQUARE> __device__ __forceinline__ float sum_bands(const float* v_sh, float* bands) {
   float total = 0;
@@ -112,43 +103,27 @@ template <int D, bool SQUARE> __device__ __forceinline__ float sum_bands(const f
   return total;
 }
 
-// The gradients of the raw parameters, 11 floats: mean, quat, scale, opacity.
-__device__ __forceinline__ void raw_gradient(const Gaussian& g, const GaussianGrad& v, bool activated, float* out) {
-  const Vec3 ds = activated ? Vec3{1, 1, 1} : g.scale;
-  out[0] = v.mean.x; out[1] = v.mean.y; out[2] = v.mean.z;
-  out[3] = v.quat.w; out[4] = v.quat.x; out[5] = v.quat.y; out[6] = v.quat.z;
-  out[7] = v.scale.x * ds.x; out[8] = v.scale.y * ds.y; out[9] = v.scale.z * ds.z;
-  out[10] = v.opacity * (activated ? 1.0f : g.opacity * (1 - g.opacity));
-}
-
 // Second moments of the SH coefficients, and what follows from them.
 template <int D, class S> __device__ __forceinline__ void begin_bands(const Work& w, int64_t gi, const float* squares, S& s) {
   const int me = threadIdx.x;
-  const AdamStep a = {w.h.beta1, w.h.beta2, w.h.eps, s.c1[me], s.c2[me]};
+  const AdamStep a = {w.o.h.beta1, w.o.h.beta2, w.o.h.eps, s.c1[me], s.c2[me]};
   float* at = w.v.sh + gi * w.bands;
   float v[D + 1];
   if (D == 3) *(float4*)v = *(const float4*)at; else for (int l = 0; l <= D; ++l) v[l] = at[l];
 #pragma unroll
-  for (int l = 0; l <= D; ++l) s.rate[l][me] = adam_band(v[l], squares[l], l, l ? w.h.lr_sh_rest : w.h.lr_sh0, a);
+  for (int l = 0; l <= D; ++l) s.rate[l][me] = adam_band(v[l], squares[l], l, l ? w.o.h.lr_sh_rest : w.o.h.lr_sh0, a);
   if (D == 3) *(float4*)at = *(const float4*)v; else for (int l = 0; l <= D; ++l) at[l] = v[l];
 }
 
-// Statistics, regularisers and the step count of one Gaussian. False: a non-finite gradient, which must not poison the moments.
-__device__ __forceinline__ bool begin_adam(const Work& w, int64_t gi, const Gaussian& g, Total& t, bool sane, float* raw, float& c1, float& c2, float& lr_mean) {
-  w.weight[gi] = fmaxf(w.weight[gi], t.weight);
-  if (t.weight > 1e-6f) w.error[gi] = 0.8f * w.error[gi] + 0.2f * t.error;
-  if (!sane) return false;
-  const float share = 1.0f / (float)w.nnz, reg = w.h.scale_reg * share / fmaxf(t.nearest_z, 1e-3f);
-  t.g.opacity += w.h.opacity_reg * share;
-  t.g.scale = t.g.scale + Vec3{reg, reg, reg};
-  const int steps = ++w.steps[gi];
-  c1 = -1.0f / expm1f(steps * w.log_beta1);  // 1 / (1 - beta^steps)
-  c2 = -1.0f / expm1f(steps * w.log_beta2);
-  raw_gradient(g, t.g, false, raw);
-  const float age = w.h.lr_decay_steps > 0 ? fminf(steps / w.h.lr_decay_steps, 1.0f) : 0.0f;
-  lr_mean = age > 0 && w.h.lr_mean > 0 ? w.h.lr_mean * powf(w.h.lr_mean_final / w.h.lr_mean, age) : w.h.lr_mean;
-  if (w.h.noise > 0 && noisy(g.opacity)) {  // few: not through shared memory
-    const Vec3 n = position_noise(g, w.h.noise * lr_mean, w.h.seed, (uint32_t)gi, (uint32_t)steps);
+// What the warp needs for the Adam steps of one Gaussian. False: there is none.
+template <class S> __device__ __forceinline__ bool begin_steps(const Work& w, int64_t gi, const Gaussian& g, Total& t, bool sane, S& s) {
+  const int me = threadIdx.x;
+  Stride stride;
+  if (!begin_adam(w.o, gi, g, load_statistics(w.o, gi), t, sane, stride)) return false;
+  raw_gradient(g, t.g, false, s.raw[me]);
+  s.c1[me] = stride.c1; s.c2[me] = stride.c2; s.lr_mean[me] = stride.lr_mean;
+  if (w.o.h.noise > 0 && noisy(g.opacity)) {  // few: not through shared memory
+    const Vec3 n = position_noise(g, w.o.h.noise * stride.lr_mean, w.o.h.seed, (uint32_t)gi, (uint32_t)stride.steps);
     float* mean = w.x.mean + 3 * gi;
     mean[0] += n.x; mean[1] += n.y; mean[2] += n.z;
   }
@@ -209,7 +184,7 @@ template <int FLOATS, int WIDE, bool MULTI> __device__ __forceinline__ void adam
     });
     in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
       const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      const AdamStep a = {w.h.beta1, w.h.beta2, w.h.eps, 0, 0};
+      const AdamStep a = {w.o.h.beta1, w.o.h.beta2, w.o.h.eps, 0, 0};
 #pragma unroll
       for (int e = 0; e < WIDE; ++e) adam_in_band(x[j].f[e], m[j].f[e], s.v(t)[k + e], s.rate[band_of(k + e)][t], a);
       store_pack<WIDE>(w.x.sh + at, x[j]); store_pack<WIDE>(w.m.sh + at, m[j]);
@@ -227,16 +202,16 @@ __device__ __forceinline__ void adam_row(const Work& w, const Shared<FLOATS, MUL
   });
   in_memory_order<N, 1, N>(which, 0, [&](int j, int t, int k) {
     const int64_t at = (int64_t)s.gaussian[t] * N + k;
-    adam(x[j], m[j], v[j], s.raw[t][FROM + k], rate(t), {w.h.beta1, w.h.beta2, w.h.eps, s.c1[t], s.c2[t]});
+    adam(x[j], m[j], v[j], s.raw[t][FROM + k], rate(t), {w.o.h.beta1, w.o.h.beta2, w.o.h.eps, s.c1[t], s.c2[t]});
     x_row[at] = x[j]; m_row[at] = m[j]; v_row[at] = v[j];
   });
 }
 
 template <int FLOATS, bool MULTI> __device__ __forceinline__ void adam_all(const Work& w, Shared<FLOATS, MULTI>& s, uint32_t which) {
   adam_row<3, 0>(w, s, which, w.x.mean, w.m.mean, w.v.mean, [&](int t) { return s.lr_mean[t]; });
-  adam_row<4, 3>(w, s, which, w.x.quat, w.m.quat, w.v.quat, [&](int) { return w.h.lr_quat; });
-  adam_row<3, 7>(w, s, which, w.x.log_scale, w.m.log_scale, w.v.log_scale, [&](int) { return w.h.lr_log_scale; });
-  adam_row<1, 10>(w, s, which, w.x.opacity, w.m.opacity, w.v.opacity, [&](int) { return w.h.lr_logit_opacity; });
+  adam_row<4, 3>(w, s, which, w.x.quat, w.m.quat, w.v.quat, [&](int) { return w.o.h.lr_quat; });
+  adam_row<3, 7>(w, s, which, w.x.log_scale, w.m.log_scale, w.v.log_scale, [&](int) { return w.o.h.lr_log_scale; });
+  adam_row<1, 10>(w, s, which, w.x.opacity, w.m.opacity, w.v.opacity, [&](int) { return w.o.h.lr_logit_opacity; });
   if constexpr (FLOATS % 4 == 0) {
     if (w.aligned) return adam_sh<FLOATS, 4>(w, s, which);
   }
@@ -270,13 +245,12 @@ template <int D, bool ADAM, bool CAMERAS, bool MULTI> __global__ void __launch_b
       for (int k = 0; k < FLOATS; ++k) v_sh[k] = 0;
     Gaussian g;
     load(w.s, gi, g);
-    Total t{};
-    t.nearest_z = 1e30f;
+    Total t = no_pairs();
     gather<D, CAMERAS, MULTI>(w, cameras, g, p, s.sh[me], t, v_sh);
     float bands[4];
     sane = all_finite(t.g) && finite(sum_bands<D, ADAM>(v_sh, bands));
     if constexpr (ADAM) {
-      sane = begin_adam(w, gi, g, t, sane, s.raw[me], s.c1[me], s.c2[me], s.lr_mean[me]);
+      sane = begin_steps(w, gi, g, t, sane, s);
       if constexpr (D >= 0) if (sane) begin_bands<D>(w, gi, bands, s);
     } else if (sane) {
       write_geometry(w, gi, g, t);
@@ -349,6 +323,7 @@ static void copy_out(spl_ctx& c, const Work& w, const View& v, const spl_gaussia
 
 void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
   begin_phase(c, SPL_PROJECT_BWD);
+  if (sink.hyper && c.compact()) return train_compact(c, v, *sink.hyper);
   Work w{};
   w.s = c.source;
   w.gaussian = c.row<uint32_t>(R_GAUSSIAN); w.camera = c.row<uint16_t>(R_CAMERA); w.v_screen = c.row<float>(R_V_SCREEN);
@@ -360,10 +335,8 @@ void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
     w.x = map_rows(c, R_MEAN, R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH);
     w.m = map_rows(c, R_M_MEAN, R_M_QUAT, R_M_LOG_SCALE, R_M_OPACITY, R_M_SH);
     w.v = map_rows(c, R_V_MEAN, R_V_QUAT, R_V_LOG_SCALE, R_V_OPACITY, R_V_SH);
-    w.steps = c.row<int32_t>(R_STEPS); w.weight = c.row<float>(R_WEIGHT); w.error = c.row<float>(R_ERROR);
-    w.h = *sink.hyper;
+    w.o = optimiser_of(c, *sink.hyper, w.nnz);
     w.bands = c.params.sh_degree + 1;
-    w.log_beta1 = (float)log((double)w.h.beta1); w.log_beta2 = (float)log((double)w.h.beta2);
     return run<true, false>(c, w, v.sh_degree);
   }
   w.x = caller_grads(c, w.s);
