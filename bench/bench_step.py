@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--kernels", action="store_true", help="per-kernel times of the step")
+    parser.add_argument("--precision", default="full", choices=native.PRECISIONS)
     parser.add_argument("--no-alias", action="store_true", help="every arena row has bytes of its own")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", help="JSON file")
@@ -110,7 +111,7 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location("scene", args.scene)
     scene = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(scene)
-    rows, options = [], dict(arena_alias=not args.no_alias)
+    rows, options = [], dict(arena_alias=not args.no_alias, precision=args.precision)
     for name in args.cases.split(","):
         rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options))
         print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,}  isects {r['isects']:,}  "
