@@ -86,7 +86,7 @@ SPL_FN float f8_units(int code) {  // with the sign of the code, which is that o
 }
 SPL_FN uint8_t encode_f8(float f, float sign, uint32_t random) {  // f = |u| / F8_UNIT + F8_ORIGIN
   const uint32_t bits = bits_of(f) + (random << 4);
-  return (uint8_t)(((bits < 0x47ffffff ? bits : 0x47ffffff) >> 20 & 127) | (bits_of(sign) >> 24 & 128));
+  return (uint8_t)((bits < 0x47ffffff ? bits : 0x47ffffff) >> 20 | (bits_of(sign) >> 24 & 128));  // bits 27..29 are 0
 }
 SPL_FN uint8_t encode_f8(float u, uint32_t random) { return encode_f8(fabsf(u) * (1 / F8_UNIT) + F8_ORIGIN, u, random); }
 SPL_FN float decode_f8(uint8_t code) { return f8_units((int8_t)code) * F8_UNIT; }

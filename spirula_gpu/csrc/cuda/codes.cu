@@ -1,6 +1,7 @@
 // codes.cu: the coded rows of a compact map: one block of threads per block of the map finds the exponents of a row and
 // encodes it to the nearest codes. Where parameters come from other blocks, the codes are made in scratch memory first.
 #include "codes.h"
+#include "../coded.h"
 #include "../gaussian.h"
 
 namespace spl {
@@ -17,7 +18,8 @@ struct ParameterRow {
 constexpr int PARAMETER_ROWS[] = {R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH};
 
 static ParameterRow parameter_row(spl_ctx& c, int r) {
-  const int group = r == R_QUAT ? SPL_G_QUAT : r == R_LOG_SCALE ? SPL_G_LOG_SCALE : r == R_OPACITY ? SPL_G_OPACITY : SPL_G_SH;
+  int group = 0;
+  while (GROUPS[group].row != r) ++group;
   return {c.row<int16_t>(r), c.row<int8_t>(R_EXPONENTS), (int)c.item_bytes(r) / 2, group, r == R_SH ? c.params.sh_degree + 1 : 1};
 }
 

@@ -244,7 +244,7 @@ template <int D, bool ADAM, bool CAMERAS, bool MULTI> __global__ void __launch_b
 #pragma unroll
       for (int k = 0; k < FLOATS; ++k) v_sh[k] = 0;
     Gaussian g;
-    load(w.s, gi, g);
+    make_gaussian(w.s.mean + 3 * (int64_t)gi, w.s.quat + 4 * (int64_t)gi, w.s.scale + 3 * (int64_t)gi, w.s.opacity[gi], w.s.activated, g);  // never codes: compact_bwd.cu
     Total t = no_pairs();
     gather<D, CAMERAS, MULTI>(w, cameras, g, p, s.sh[me], t, v_sh);
     float bands[4];
