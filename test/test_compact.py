@@ -215,15 +215,16 @@ def test_training_does_not_depend_on_switches(switch, backend):
 
 
 def test_training_reaches_the_quality_of_full_precision():
+    """Rounding is random, and now and then one run in ten ends a dB lower: the median of five."""
     truth, (viewmats, Ks) = gaussians(400, 1, 5), cameras(3, 64, 48, 5)
     rng, view = np.random.default_rng(0), view_of(viewmats, Ks, 64, 48, 1)
     image = (Context().forward(truth, view)[0].clip(0, 1) * 255 + 0.5).astype(np.uint8)
     start = truth._replace(means=truth.means + rng.normal(0, 0.05, truth.means.shape), sh=truth.sh + rng.normal(0, 0.8, truth.sh.shape))
     reached = []
-    for context in (Context(sh_degree=1), compact()):
+    for seed, context in enumerate((Context(sh_degree=1), *(compact() for _ in range(5)))):
         context.append(start)
         for i in range(400):
             one = view_of(viewmats[i % 3:i % 3 + 1], Ks[i % 3:i % 3 + 1], 64, 48, 1)
-            context.train_step(one, target_of(image[i % 3:i % 3 + 1]), hyper_of(lr_mean=2e-3, lr_sh0=1e-2))
+            context.train_step(one, target_of(image[i % 3:i % 3 + 1]), hyper_of(lr_mean=2e-3, lr_sh0=1e-2, seed=seed))
         reached.append(np.mean([psnr(np.clip(a, 0, 1), b / 255.0) for a, b in zip(context.render(view)[0].astype(float), image)]))
-    assert reached[0] > 30 and reached[1] > reached[0] - 0.5, reached
+    assert reached[0] > 30 and np.median(reached[1:]) > reached[0] - 0.3, reached
