@@ -30,7 +30,7 @@ class HeldOut:
 
 class DoubleMapper:
     """The Mapper's contract without an engine: two steps are due for every frame; with start() a thread works them off."""
-    backend = "double"
+    backend, resumed = "double", None
     busy_s = 0.0  # for each frame
 
     def __init__(self, config):
