@@ -22,7 +22,7 @@ from spirula_gpu.native import Engine, NativeError
 from test_mapper import SMALL, frame, submit
 
 PRECISIONS = ("full", "compact") if any(name == "engine.precision" for name, _, _ in rows()) else ("full",)
-TIGHT = {"engine.max_gaussians": 150, "train.max_keyframes": 4}  # Gaussians are relocated and keyframes go
+TIGHT = {"engine.max_gaussians": 150, "prune.min_opacity": 0.15, "train.max_keyframes": 4}  # Gaussians are relocated and keyframes go
 
 
 def config(precision: str = "full", **changes) -> Config:
@@ -84,12 +84,13 @@ def test_200_steps_are_100_and_a_checkpoint_and_100(precision, changes):
     never, saving = Mapper(settings), Mapper(settings)
     first(never)
     first(saving)
+    drawn = never._trainer.state()["random"]
     path = save(saving)
     resumed = Mapper(replaced(settings, {"checkpoint.path": path, "checkpoint.resume": True}))
     assert resumed.resumed.steps == 100 and resumed.resumed.changed == {} and resumed.status().state == "running"
     expected, chosen = second(never)
     assert expected["status"][3] == 200 and len(set(chosen)) > 2
-    assert not changes or (never._trainer.hint and never.status().gaussians <= 150)
+    assert (never._trainer.state()["random"] != drawn) == bool(changes), "Gaussians are relocated where it is tight, and only there"
     for name, mapper in {"goes on after saving": saving, "resumed": resumed}.items():
         got, its_chosen = second(mapper)
         assert its_chosen == chosen, name
@@ -120,6 +121,20 @@ def test_it_goes_on_from_any_tick(precision):
         assert resumed.ledger.counts() == mapper.ledger.counts() and len(resumed._inbox) == len(mapper._inbox)
         resumed.run_due()
         assert everything(resumed) == expected, ticks
+
+
+def test_the_last_step_counts_though_its_keyframe_has_gone():
+    mappers = [Mapper(config(train__steps_per_frame=0, train__max_keyframes=2)) for _ in range(2)]
+    for mapper in mappers:
+        feed(mapper, range(3))
+        mapper.train(steps=5)
+        feed(mapper, range(4, 7))
+    assert mapper._trainer.state()["running"]["id"] not in [k.id for k in mapper._keyframes]
+    resumed = Mapper(mapper.config)
+    resumed.resume(save(mappers[1]))
+    for mapper in (mappers[0], resumed):
+        mapper.train(steps=20)
+    assert everything(resumed) == everything(mappers[0])
 
 
 def test_a_second_checkpoint_right_after_resuming_is_the_first():
