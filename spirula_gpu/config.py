@@ -98,8 +98,8 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    path: str = param("", "", "everything that training needs is saved here, and at the end; a save stops training for about 1 s per GB; empty = off")
-    period_s: float = param(60.0, "s", "time between saves while the map changes; 0 = only at the end", 0, 86400, True)
+    path: str = param("", "", "everything that training needs is saved here, also when the node stops; training stands still meanwhile; empty = off")
+    period_s: float = param(60.0, "s", "time between saves while the map changes, at least 20 times what a save takes; 0 = only at the end", 0, 86400, True)
     resume: bool = param(False, "", "go on from checkpoint.path when the file is there; a damaged one is refused")
 
 

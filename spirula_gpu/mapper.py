@@ -46,6 +46,7 @@ class Mapper:
     start(), the caller itself (inline mode: every choice then depends only on the frames and the seed)."""
 
     STEPS_PER_TICK = 5
+    SAVING_SHARE = 0.05   # of the time, at most, goes into periodic checkpoints
 
     def __init__(self, config: Config = Config()):
         self.config = config
@@ -149,7 +150,7 @@ class Mapper:
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = 0
         self._refining: list[tuple[float, Future]] = []
-        self._problem, self._unsaved, self._can_mesh, self._saved = "", "", True, None
+        self._problem, self._unsaved, self._can_mesh, self._saved, self._saving_s = "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
         self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
@@ -382,12 +383,14 @@ class Mapper:
 
     def _save_if_due(self) -> None:
         """That it cannot be written is no reason to stop mapping; `hint` says why."""
-        c, now = self.config.checkpoint, (self._trainer.steps, self._next_id)
-        if not (c.path and c.period_s and len(self._engine)) or now == self._saved or not self._due_at("checkpoint", time.monotonic(), c.period_s):
+        c, begin, now = self.config.checkpoint, time.monotonic(), (self._trainer.steps, self._next_id)
+        if not (c.path and c.period_s and len(self._engine)) or now == self._saved:
+            return
+        if not self._due_at("checkpoint", begin, max(c.period_s, self._saving_s / self.SAVING_SHARE)):
             return
         try:
             self._do_save_checkpoint(c.path)
-            self._saved, self._unsaved = now, ""
+            self._saved, self._unsaved, self._saving_s = now, "", time.monotonic() - begin
         except (OSError, CheckpointError) as e:
             self._unsaved = f"the checkpoint could not be written: {e}"
 

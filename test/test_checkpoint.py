@@ -306,7 +306,8 @@ def test_an_empty_map_touches_nothing(good):
     assert open("map.ckpt", "rb").read() == good
 
 
-def test_a_full_disk_leaves_the_old_file_and_is_told_until_it_is_over():
+def test_a_full_disk_leaves_the_old_file_and_is_told_until_it_is_over(monkeypatch):
+    monkeypatch.setattr(Mapper, "SAVING_SHARE", 1e9)
     mapper = Mapper(config(checkpoint__path="map.ckpt", checkpoint__period_s=1e-3))
     feed(mapper, range(3))
     old, limits = open("map.ckpt", "rb").read(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -325,7 +326,23 @@ def test_a_full_disk_leaves_the_old_file_and_is_told_until_it_is_over():
     assert mapper.status().hint == "" and open("map.ckpt", "rb").read() != old
 
 
-def test_it_is_saved_once_a_period_and_only_after_a_change():
+def test_a_slow_disk_is_not_written_to_all_the_time(monkeypatch):
+    mapper, saves, write = Mapper(config(checkpoint__path="map.ckpt", checkpoint__period_s=1e-3)), [], checkpoint.write_map
+
+    def slow(*args):
+        saves.append(time.monotonic())
+        time.sleep(0.02)
+        return write(*args)
+    monkeypatch.setattr(checkpoint, "write_map", slow)
+    for i in range(1000):
+        feed(mapper, [i])
+        if len(saves) == 3:
+            break
+    assert len(saves) == 3 and min(np.diff(saves)) >= 20 * 0.02
+
+
+def test_it_is_saved_once_a_period_and_only_after_a_change(monkeypatch):
+    monkeypatch.setattr(Mapper, "SAVING_SHARE", 1e9)
     mapper = Mapper(config(checkpoint__path="map.ckpt", checkpoint__period_s=1e-3))
     mapper.tick()
     time.sleep(0.002)
