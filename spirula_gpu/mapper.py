@@ -360,15 +360,16 @@ class Mapper:
         self._keyframes.random = facts["keyframes"]
         self._due, self._next_id, self._evaluated = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated"))
         gated, counts = checkpoint.read_gate(reader), checkpoint.read_counts(reader)
-        lost = counts.pending - len(waiting)
+        lost, frame_name = counts.pending - len(waiting), str(facts["world_frame"])
         if lost < 0 or not self._keyframes:
             reader.refuse(f"{counts} frames, {len(waiting)} of them waiting, {len(self._keyframes)} keyframes: that does not add up")
         self._gate.resume(gated)   # from here on nothing is refused
+        self.world_frame = frame_name
         self.ledger.resume(counts)
         self.ledger.dropped("lost_at_restart", lost)
         for frame in waiting:
             self._inbox.put(frame, self.config.gate.inbox_frames)
-        return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, facts["world_frame"], gated.last_stamp_ns, changed)
+        return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, frame_name, gated.last_stamp_ns, changed)
 
     def _do_save_checkpoint(self, path: str) -> int:
         if not len(self._engine):

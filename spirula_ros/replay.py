@@ -59,9 +59,8 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
             run = Run(bag, topics, mapper, options, settings)
             with StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
                 timing = run.train(stop, progress)
-                if settings.config.checkpoint.path and mapper.status().gaussians:
-                    run.driver.ask("save_checkpoint", settings.config.checkpoint.path)
                 outcome = run.report(out, timing)
+                run.save()
         finally:
             mapper.close()
     if run.problem:
@@ -133,6 +132,16 @@ class Run:
                  "topics": self.topics.chosen(), "stopped_early": self.stopped_early, "bag_problem": self.problem,
                  "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}
         return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh)
+
+    def save(self) -> None:
+        """The checkpoint, when checkpoint.path names one and there is a map. Raises InputError."""
+        path = self.settings.config.checkpoint.path
+        if not path or not self.mapper.status().gaussians:
+            return
+        try:
+            self.driver.ask("save_checkpoint", path)
+        except OSError as error:
+            raise InputError(f"the report is in '{self.options.out}', but the checkpoint was not saved to {path}: {error.strerror}") from None
 
 
 def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
