@@ -1,5 +1,4 @@
 """Checkpoints: going on is bit for bit, from any tick and every backend; what the engine and the mapper do for it."""
-import time
 import tracemalloc
 
 import numpy as np

@@ -18,7 +18,7 @@ from spirula_gpu.checkpoint_file import CRC, HEAD, HEAD_BYTES, CheckpointError, 
 from spirula_gpu.config import Config, replaced
 from spirula_gpu.mapper import Mapper
 from test_checkpoint import PRECISIONS, config, feed, save
-from test_mapper import SMALL, frame, submit
+from test_mapper import SMALL, frame
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------------
