@@ -12,6 +12,13 @@ from launch_ros.actions import Node
 from spirula_ros.dds import fastdds_profile
 from spirula_ros.share import share_directory
 
+
+def flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise RuntimeError(f"'{text}': must be true or false")
+    return text.lower() == "true"
+
+
 PARAMETERS = (  # argument, parameter, type, description
     ("image", "topics.image", str, "colour image topic; CompressedImage when it ends in /compressed"),
     ("image_transport", "topics.image_transport", str, "raw | compressed: compressed appends /compressed to the image topic"),
@@ -24,6 +31,8 @@ PARAMETERS = (  # argument, parameter, type, description
     ("camera_frame", "intake.camera_frame", str, "optical frame of the camera, if the images do not name it"),
     ("backend", "engine.backend", str, "auto | cpu | cuda"),
     ("holdout_every", "eval.holdout_every", int, "keep every n-th frame out of the map and measure with it"),
+    ("checkpoint", "checkpoint.path", str, "save everything that training needs here, once a minute and when the node stops"),
+    ("resume", "checkpoint.resume", flag, "true: go on from the checkpoint when it is there"),
     ("save_path", "output.map_path", str, "write the map here (.ply) when the node stops"),
 )
 OTHERS = (

@@ -98,6 +98,13 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    path: str = param("", "", "everything that training needs is saved here, also when the node stops; training stands still meanwhile; empty = off")
+    period_s: float = param(60.0, "s", "time between saves while the map changes, at least 20 times what a save takes; 0 = only at the end", 0, 86400, True)
+    resume: bool = param(False, "", "go on from checkpoint.path when the file is there; a damaged one is refused")
+
+
+@dataclass(frozen=True)
 class Config:
     engine: EngineConfig = EngineConfig()
     gate: GateConfig = GateConfig()
@@ -106,6 +113,7 @@ class Config:
     prune: PruneConfig = PruneConfig()
     mesh: MeshConfig = MeshConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
 
 def rows(config: Any = None) -> Iterator[tuple[str, Any, dataclasses.Field]]:

@@ -34,6 +34,11 @@ class Inbox:
             self.wake.clear()
             return self._frames.popleft() if self._frames else None
 
+    def frames(self) -> list[Frame]:
+        """What waits, oldest first."""
+        with self._lock:
+            return [frame for _, frame in self._frames]
+
     def drop_all(self, reason: str) -> None:
         with self._lock:
             self._ledger.dropped(reason, len(self._frames))

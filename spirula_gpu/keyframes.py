@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -14,8 +15,15 @@ from .native import View, view
 GATE_POSES = 2000  # keyframes that a new frame is compared with
 
 
+class Gated(NamedTuple):
+    """What the gate remembers."""
+    poses: np.ndarray          # [G,4,4] float64 T_world_cam of the newest keyframes, at most GATE_POSES
+    sharpness: list[float]     # of the newest frames
+    last_stamp_ns: int | None  # of the newest keyframe
+
+
 class Gate:
-    """Accepts a frame that shows something new and is sharp. Owned by the thread that submits frames."""
+    """Accepts a frame that shows something new and is sharp. The mapper's lock guards it."""
 
     def __init__(self):
         self.clear()
@@ -24,6 +32,14 @@ class Gate:
         self._poses = np.empty((0, 4, 4))
         self._last_stamp_ns = None
         self._sharpness = deque(maxlen=20)
+
+    def state(self) -> Gated:
+        return Gated(self._poses, list(self._sharpness), self._last_stamp_ns)
+
+    def resume(self, state: Gated) -> None:
+        self.clear()
+        self._poses, self._last_stamp_ns = state.poses, state.last_stamp_ns
+        self._sharpness.extend(state.sharpness)
 
     def refuses(self, frame: Frame, config: GateConfig) -> str | None:
         """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`)."""
@@ -97,6 +113,15 @@ class Keyframes:
         """The keyframe whose neighbours in time are nearest to each other; the newest one stays."""
         t = np.array([k.frame.T_world_cam[:3, 3] for k in self._all])
         return 1 + int(np.argmin(np.linalg.norm(t[2:] - t[:-2], axis=1)))
+
+    @property
+    def random(self) -> dict:
+        """The state of the generator that chooses."""
+        return self._rng.bit_generator.state
+
+    @random.setter
+    def random(self, state: dict) -> None:
+        self._rng.bit_generator.state = state
 
     def choose(self, config: TrainConfig) -> Keyframe:
         if self._rng.random() < config.newest_probability:

@@ -1,6 +1,7 @@
 """The mapper: frames in, a trained Gaussian map out. One thread owns the map; see docs/design.md for who owns what."""
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -11,7 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from . import checkpoint
 from .camera import Camera, Frame
+from .checkpoint import HELD_OUT, KEYFRAME, WAITING, Resumed, Stored
+from .checkpoint_file import CheckpointError, Reader
 from .config import Config
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
@@ -42,6 +46,7 @@ class Mapper:
     start(), the caller itself (inline mode: every choice then depends only on the frames and the seed)."""
 
     STEPS_PER_TICK = 5
+    SAVING_SHARE = 0.05   # of the time, at most, goes into periodic checkpoints
 
     def __init__(self, config: Config = Config()):
         self.config = config
@@ -49,13 +54,18 @@ class Mapper:
         self.latest = Latest()
         self.wants = Wants()
         self._inbox = Inbox(self.ledger)
-        self._gate, self._gated_map = Gate(), 0   # T0's: the gate, and the map it was last cleared for
-        self._map_number = 0                      # T1's: counts resets
+        self._gate, self._submitting = Gate(), threading.Lock()  # a frame is through the gate and in the inbox, or neither
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._status, self._vram = Latest(), Latest()
         self._thread: threading.Thread | None = None
         self._stopping, self._revision = False, 0
+        self.world_frame = ""                     # T0 may say: the name of the map's frame, for the checkpoint
+        self.resumed: Resumed | None = None
         self._begin_map()
+        if config.checkpoint.resume and not config.checkpoint.path:
+            raise ValueError("checkpoint.resume is true, but checkpoint.path is empty: it must name the file")
+        if config.checkpoint.resume and os.path.exists(config.checkpoint.path):
+            self.resume(config.checkpoint.path)
 
     # ---- T0 -------------------------------------------------------------------------------------------------------
     def submit(self, frame: Frame) -> None:
@@ -63,21 +73,19 @@ class Mapper:
         status = self._status.get()
         if status.state in ("error", "paused"):
             return self.ledger.dropped(status.state)
-        if self._gated_map != self._map_number:
-            self._gate.clear()
-            self._gated_map = self._map_number
-        reason = None if frame.held_out else self._gate.refuses(frame, self.config.gate)
-        if reason:
-            return self.ledger.dropped(reason)
-        self._inbox.put(frame, self.config.gate.inbox_frames)
+        with self._submitting:
+            reason = None if frame.held_out else self._gate.refuses(frame, self.config.gate)
+            if reason:
+                return self.ledger.dropped(reason)
+            self._inbox.put(frame, self.config.gate.inbox_frames)
         if self._status.get().state == "error":   # it failed meanwhile
             self._inbox.drop_all("error")
 
     def command(self, name: str, *args) -> Future:
-        """Queue a command for T1 (inline mode: run it now): save_map(path), mesh(path), reset(), pause(bool),
+        """Queue a command for T1 (inline mode: run it now): save_map(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
         view(T_world_cam|None, camera|None), configure(Config), evaluate(), refine(seconds)."""
         future: Future = Future()
-        if name not in ("save_map", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine"):
+        if name not in ("save_map", "save_checkpoint", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine"):
             settle(future, ValueError(f"unknown command '{name}'"))
         elif self._thread is None:
             self._run_command(name, args, future)
@@ -142,10 +150,10 @@ class Mapper:
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = 0
         self._refining: list[tuple[float, Future]] = []
-        self._problem, self._can_mesh = "", True
+        self._problem, self._unsaved, self._can_mesh, self._saved, self._saving_s = "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
-        self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0)
+        self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
         self._tell()
 
     def _work(self) -> None:
@@ -166,6 +174,7 @@ class Mapper:
         busy |= self._take_frame()
         busy |= self._train()
         busy |= self._publish()
+        self._save_if_due()
         return busy
 
     def run_due(self) -> None:
@@ -311,7 +320,7 @@ class Mapper:
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
             heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error,
-            hint="; ".join(text for text in (self._trainer.hint, self._problem) if text)))
+            hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved) if text)))
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame, and 32 training frames for Status.train_psnr."""
@@ -319,6 +328,72 @@ class Mapper:
         self._train_psnr = self._output.train_psnr(self._keyframes.spread(32))
         self._tell()
         return results
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------
+    def resume(self, path: str) -> Resumed:
+        """Before start() and the first frame: go on with the map of a checkpoint, under the parameters of this run. Raises
+        CheckpointError, one line, and NativeError; the map is empty then."""
+        if self._thread is not None or self._keyframes or len(self._engine):
+            raise RuntimeError("resume() comes before start() and before the first frame")
+        try:
+            with Reader(path) as reader:
+                self.resumed = self._take_over(reader)
+        except BaseException:
+            self._engine.close()
+            self._begin_map()
+            raise
+        self._state = "running"
+        self._tell()
+        return self.resumed
+
+    def _take_over(self, reader: Reader) -> Resumed:
+        facts, changed, waiting = reader.facts, checkpoint.changed(reader, self.config), []
+        checkpoint.read_rows(reader, self._engine)
+        for kind, frame, id, loss in checkpoint.read_frames(reader):
+            if kind == KEYFRAME:
+                keyframe = Keyframe(id, frame, self.config.train.blur_px2)
+                keyframe.loss = loss
+                self._keyframes.add(keyframe, self.config.train)
+            else:
+                {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
+        self._trainer.resume(facts["trainer"], self._keyframes)
+        self._keyframes.random = facts["keyframes"]
+        self._due, self._next_id, self._evaluated = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated"))
+        gated, counts = checkpoint.read_gate(reader), checkpoint.read_counts(reader)
+        lost, frame_name = counts.pending - len(waiting), str(facts["world_frame"])
+        if lost < 0 or not self._keyframes:
+            reader.refuse(f"{counts} frames, {len(waiting)} of them waiting, {len(self._keyframes)} keyframes: that does not add up")
+        self._gate.resume(gated)   # from here on nothing is refused
+        self.world_frame = frame_name
+        self.ledger.resume(counts)
+        self.ledger.dropped("lost_at_restart", lost)
+        for frame in waiting:
+            self._inbox.put(frame, self.config.gate.inbox_frames)
+        return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, frame_name, gated.last_stamp_ns, changed)
+
+    def _do_save_checkpoint(self, path: str) -> int:
+        if not len(self._engine):
+            raise ValueError(f"the map is empty; {path} was not touched")
+        with self._submitting:
+            gated, waiting, seen = self._gate.state(), self._inbox.frames(), self.ledger.counts()
+        frames = [Stored(KEYFRAME, k.frame, k.id, k.loss) for k in self._keyframes]
+        frames += [Stored(HELD_OUT, frame) for frame in self._held_out] + [Stored(WAITING, frame) for frame in waiting]
+        facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.random, frames_seen=seen._asdict(),
+                     counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated))
+        return checkpoint.write_map(path, self._engine, frames, gated, self.config, facts)
+
+    def _save_if_due(self) -> None:
+        """That it cannot be written is no reason to stop mapping; `hint` says why."""
+        c, begin, now = self.config.checkpoint, time.monotonic(), (self._trainer.steps, self._next_id)
+        if not (c.path and c.period_s and len(self._engine)) or now == self._saved:
+            return
+        if not self._due_at("checkpoint", begin, max(c.period_s, self._saving_s / self.SAVING_SHARE)):
+            return
+        try:
+            self._do_save_checkpoint(c.path)
+            self._saved, self._unsaved, self._saving_s = now, "", time.monotonic() - begin
+        except (OSError, CheckpointError) as e:
+            self._unsaved = f"the checkpoint could not be written: {e}"
 
     # ---- commands ----------------------------------------------------------------------------------------------------
     def _do_save_map(self, path: str) -> int:
@@ -332,8 +407,9 @@ class Mapper:
         self._end_refining(RuntimeError("the map was reset"))
         self._begin_map()
         old.close()
-        self._map_number += 1
-        self._inbox.drop_all("reset")
+        with self._submitting:
+            self._gate.clear()
+            self._inbox.drop_all("reset")
         self.latest.set(None)
         if paused:
             self._do_pause(True)

@@ -15,8 +15,9 @@ import numpy as np
 
 from .report import VramReport, VramRow
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
+GAUSSIANS = 0  # Row.count of a row with an item per Gaussian
 PHASES = ("project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd")
 PRECISIONS = ("full", "compact")
 STATUS = {-1: "argument", -2: "capacity", -3: "memory", -4: "device"}
@@ -78,11 +79,15 @@ SIGNATURES = {  # name: (result, arguments)
     "spl_map_size": (i64, [c.c_void_p]), "spl_map_append": (c.c_int, [c.c_void_p, P(Gaussians), c.c_int32]),
     "spl_map_read": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
     "spl_map_write": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
+    "spl_map_make": (c.c_int, [c.c_void_p, i64]),
+    "spl_map_read_raw": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
+    "spl_map_write_raw": (c.c_int, [c.c_void_p, c.c_char_p, i64, i64, c.c_void_p]),
     "spl_map_keep": (c.c_int, [c.c_void_p, c.c_void_p, P(i64)]),
     "spl_map_relocate": (c.c_int, [c.c_void_p, i64, c.c_void_p, c.c_void_p, c.c_float]),
     "spl_render": (c.c_int, [c.c_void_p, P(View), P(Image)]), "spl_forward": (c.c_int, [c.c_void_p, P(Gaussians), P(View), P(Image)]),
     "spl_backward": (c.c_int, [c.c_void_p, P(Gaussians), P(View), P(Image), P(Grads)]),
     "spl_train_step": (c.c_int, [c.c_void_p, P(View), P(Target), P(Hyper), P(Step)]),
+    "spl_last_step": (c.c_int, [c.c_void_p, P(Step)]),
     "spl_loss": (c.c_int, [c.c_void_p, P(View), P(Image), P(Target), P(Hyper), P(Image), P(Step)]),
     "spl_insert": (c.c_int, [c.c_void_p, P(View), P(Target), P(InsertParams), P(i64)]),
 }
@@ -113,6 +118,8 @@ def load(backend: str) -> c.CDLL:
         except OSError as e:
             raise NativeError("device", f"{path} does not load: {e}") from e
         for name, (result, arguments) in SIGNATURES.items():
+            if not hasattr(lib, name):
+                raise NativeError("argument", f"{path} has no {name}: it is not of this package's version; build it again")
             getattr(lib, name).restype, getattr(lib, name).argtypes = result, arguments
         check_abi(lib, path)
         _libraries[backend] = lib
@@ -293,6 +300,22 @@ class Engine:
             tail = (self.sh_degree + 1,)
         return (len(self), *tail), np.int32 if leaf in ("steps", "owner") else np.float32
 
+    def saved_rows(self) -> dict[str, Row]:
+        """{name: row} of what a checkpoint stores, as the table of buffers says."""
+        return {r.name.decode(): r for r in self.rows() if r.saved}
+
+    def make(self, n: int) -> None:
+        """n Gaussians in an empty map, whose rows hold anything: write every saved row with write_raw before anything else."""
+        self._check(self._lib.spl_map_make(self._ctx, n))
+
+    def read_raw(self, row: str, first: int, out: np.ndarray) -> None:
+        """The bytes of a saved row from `first` on, as they are stored, into out [bytes] uint8."""
+        self._check(self._lib.spl_map_read_raw(self._ctx, row.encode(), first, out.nbytes, out.ctypes.data))
+
+    def write_raw(self, row: str, first: int, values: np.ndarray) -> None:
+        """values [bytes] uint8, as read_raw gave them."""
+        self._check(self._lib.spl_map_write_raw(self._ctx, row.encode(), first, values.nbytes, values.ctypes.data))
+
     def keep(self, mask) -> int:
         """Keep the Gaussians where mask [n] is true, in order, with everything that belongs to them; returns how many."""
         mask, kept = self._array(mask, (len(self),), np.uint8, "mask"), i64()
@@ -367,6 +390,12 @@ class Engine:
         target, self._in_use = self._target(v, rgb, depth_m, mask)
         s = Step(deferred=not wait)
         self._check(self._lib.spl_train_step(self._ctx, c.byref(v), c.byref(target), c.byref(hyper), c.byref(s)))
+        return _stats(s)
+
+    def last_step(self) -> StepStats:
+        """The newest training step, waited for (n_pairs -1: there was none)."""
+        s = Step()
+        self._check(self._lib.spl_last_step(self._ctx, c.byref(s)))
         return _stats(s)
 
     def loss(self, v: View, image, rgb, hyper: Hyper, depth_m=None, mask=None):

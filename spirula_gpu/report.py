@@ -32,6 +32,12 @@ class FrameLedger:
             if n:
                 self._dropped[reason] += n
 
+    def resume(self, counts: "FrameCounts") -> None:
+        """Go on from the totals of an earlier run."""
+        with self._lock:
+            self._in, self._used = self._in + counts.frames_in, self._used + counts.used
+            self._dropped.update(counts.dropped)
+
     def counts(self) -> "FrameCounts":
         with self._lock:
             return FrameCounts(self._in, self._used, dict(sorted(self._dropped.items())))

@@ -16,6 +16,7 @@ class Trainer:
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
+        self._resumed_loss: float | None = None  # of `_running`, when that step was made before a checkpoint
         self._rng = np.random.default_rng(config.engine.seed + 1)
 
     def step(self, keyframes: Keyframes) -> None:
@@ -29,17 +30,32 @@ class Trainer:
         except NativeError as e:
             if e.kind != "capacity" or not self._make_room(str(e)):
                 raise
-            self._running = None
+            self._running = self._resumed_loss = None
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which has made room now
             return
         if self._running:
-            self._running.trained(stats.loss)
-            self.loss = stats.loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * stats.loss
-        self._running = keyframe
+            loss = stats.loss if self._resumed_loss is None else self._resumed_loss
+            self._running.trained(loss)
+            self.loss = loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
+        self._running, self._resumed_loss = keyframe, None
         self.steps += 1
         p = self.config.prune
         if p.interval_steps and self.steps % p.interval_steps == 0:
             self.prune()
+
+    def state(self) -> dict:
+        """What a checkpoint keeps beside the map, for JSON. Waits for the step that runs; its loss still counts with the next one."""
+        running = None
+        if self._running:
+            running = dict(id=self._running.id, loss=repr(self.engine.last_step().loss if self._resumed_loss is None else self._resumed_loss))
+        return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state)
+
+    def resume(self, state: dict, keyframes: Keyframes) -> None:
+        """Go on as the trainer whose state() this is."""
+        self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
+        if (running := state["running"]) is not None:  # it may have left the keyframes: then only the mean loss hears of it
+            self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
+            self._resumed_loss = float(running["loss"])
 
     def _hyper(self) -> Hyper:
         t = self.config.train

@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _is_input_error(error: Exception) -> bool:
     from spirula_gpu.native import NativeError
-    return isinstance(error, InputError) or isinstance(error, NativeError) and error.kind in ("argument", "device")
+    from spirula_gpu.checkpoint_file import CheckpointError
+    return isinstance(error, (InputError, CheckpointError)) or isinstance(error, NativeError) and error.kind in ("argument", "device")
 
 
 def parser() -> argparse.ArgumentParser:

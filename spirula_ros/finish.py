@@ -12,6 +12,7 @@ from .params import OutputConfig
 from .report import write_report
 
 CATCH_UP_LIMIT_S = 600.0
+SAVE_LIMIT_S = 600.0
 SLICE_S = 0.5  # refinement is asked for in pieces this long, between which the steps are counted
 
 
@@ -55,3 +56,19 @@ def waitable(mapper: Mapper) -> Status:
         reason = {"error": status.last_error, "paused": "resume it first (~/pause)"}.get(status.state, "")
         raise RuntimeError(f"the mapper's state is {status.state}" + (f": {reason}" if reason else ""))
     return status
+
+
+def save_files(mapper: Mapper, paths: dict[str, str], logger) -> int:
+    """The last thing before the mapper stops: each of `checkpoint` and `map` that has a path. The exit code: 1 when one was not saved."""
+    code = 0
+    for what, path in paths.items():
+        if path and not mapper.status().gaussians:
+            logger.warning(f"the map is empty; {path} was not touched")
+        elif path:
+            try:
+                mapper.command(f"save_{what}", path).result(timeout=SAVE_LIMIT_S)
+                logger.info(f"{what} saved to {path}")
+            except Exception as e:
+                logger.error(f"the {what} was not saved to {path}: {type(e).__name__}: {e}")
+                code = 1
+    return code

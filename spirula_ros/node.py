@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 
 import rclpy
 from rcl_interfaces.msg import SetParametersResult
@@ -28,22 +29,23 @@ from spirula_gpu.camera import Frame
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.native import NativeError
 
-from .finish import finish
+from .finish import finish, save_files
 from .inputs import Input, inputs_of
 from .intake import Intake
 from .outputs import Outputs
 from .params import check_change, config_from, declare_all
+from .resume import describe, intake_for
 from .srv import SaveMap
 from .watch import LOST_HINT, describe_publishers, explain, policy_name
 
 TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
 
 
-def check_map_path(path: str) -> None:
-    """That a map cannot be written is said before it is made. Raises ValueError."""
+def check_path(name: str, path: str) -> None:
+    """That a file cannot be written is said before there is something to write. Raises ValueError."""
     folder = os.path.dirname(os.path.abspath(path))
     if path and (os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)):
-        raise ValueError(f"output.map_path '{path}': must be a file in a folder that exists and can be written; give another one")
+        raise ValueError(f"{name} '{path}': must be a file in a folder that exists and can be written; give another one")
 
 
 class TrainNode(Node):
@@ -53,8 +55,12 @@ class TrainNode(Node):
         super().__init__("spirula", **options)
         declare_all(self)
         self.ros, self.config = config_from(self)
-        check_map_path(self.ros.output.map_path)
+        check_path("output.map_path", self.ros.output.map_path)
+        check_path("checkpoint.path", self.config.checkpoint.path)
         self.mapper = make_mapper(self.config)
+        self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
+        for line in describe(self.mapper.resumed, self.config.checkpoint):
+            self.get_logger().info(line)
         self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s)
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
@@ -92,7 +98,7 @@ class TrainNode(Node):
 
     def _take(self, frame: Frame) -> None:
         """A complete frame from the intake."""
-        self._used_at, self._hint = time.monotonic(), ""
+        self._used_at, self._hint, self.mapper.world_frame = time.monotonic(), "", self.intake.map_frame
         self._first_at = self._first_at or self._used_at
         self.outputs.frame_id = frame.frame_id
         self.outputs.stamp_delay_ms = (self.get_clock().now().nanoseconds - frame.stamp_ns) / 1e6
@@ -235,20 +241,12 @@ class TrainNode(Node):
     # ---- the end ----
 
     def close(self) -> int:
-        """Saves the map when output.map_path says so, stops the mapper, publishes the last status. The exit code."""
-        code, path = 0, self.ros.output.map_path
+        """Saves checkpoint and map when checkpoint.path and output.map_path say so, stops the mapper, publishes the last status. The exit code."""
         if self.failed:
             self.get_logger().fatal(f"the mapper failed: {self.mapper.status().last_error}")
             code = 1
-        elif path and not self.mapper.status().gaussians:
-            self.get_logger().warning(f"the map is empty; {path} was not touched")
-        elif path:
-            try:
-                self.mapper.command("save_map", path).result(timeout=60)
-                self.get_logger().info(f"map saved to {path}")
-            except Exception as e:
-                self.get_logger().error(f"the map was not saved to {path}: {type(e).__name__}: {e}")
-                code = 1
+        else:
+            code = save_files(self.mapper, {"checkpoint": self.config.checkpoint.path, "map": self.ros.output.map_path}, self.get_logger())
         with self._command_lock:
             self._ending = True
         self.mapper.stop()

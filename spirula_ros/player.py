@@ -125,6 +125,7 @@ class Link:
         from .outputs import latched
         self._node, self._steps_per_frame = node, parameters["train.steps_per_frame"]
         self.images_sent, self._used, self._steps_due = 0, 0, 0
+        self._images_before = 0  # of the run that the node goes on from
         self._status, self._vram, self._heard_at = None, VramReport(), time.monotonic()
         self._silence_limit_s = SILENCE_LIMIT_S + 1 / parameters["publish.status_hz"]
         self._context = rclpy.Context()
@@ -162,6 +163,7 @@ class Link:
         self.until(self._finish.service_is_ready, "service spirula/finish", DISCOVERY_LIMIT_S)
         for topic, publisher in self._publishers.items():
             self.until(publisher.get_subscription_count, f"subscription to {topic} by the node", DISCOVERY_LIMIT_S)
+        self._images_before, self._used = self._status.frames_in, self._status.frames_used
 
     def publish(self, message: bags.BagMessage) -> None:
         if (publisher := self._publishers.get(message.topic)) is not None:
@@ -171,7 +173,7 @@ class Link:
 
     def wait_until_arrived(self, must: bool) -> None:
         """Until every image sent has been received; a best-effort one may be lost."""
-        arrived = lambda: self._status.frames_in >= self.images_sent
+        arrived = lambda: self._status.frames_in >= self._images_before + self.images_sent
         if must:
             self.until(arrived, f"arrival of image {self.images_sent}", ARRIVAL_LIMIT_S)
         deadline = time.monotonic() + 2.0

@@ -24,6 +24,7 @@ from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
 from .report import prepare_folder, write_report
+from .resume import describe, intake_for
 from .settings import Settings
 
 SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
@@ -53,10 +54,13 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
             from spirula_gpu.mapper import Mapper as make_mapper
         mapper = make_mapper(settings.config)
         try:
+            for line in describe(mapper.resumed, settings.config.checkpoint):
+                print(line, file=screen)
             run = Run(bag, topics, mapper, options, settings)
             with StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
                 timing = run.train(stop, progress)
                 outcome = run.report(out, timing)
+                run.save()
         finally:
             mapper.close()
     if run.problem:
@@ -73,7 +77,7 @@ class Run:
     def __init__(self, bag: bags.Bag, topics: bags.Topics, mapper: Any, options: ReplayOptions, settings: Settings):
         self.bag, self.topics, self.mapper, self.options, self.settings = bag, topics, mapper, options, settings
         self.driver = Lossless(mapper) if options.rate is None else Live(mapper)
-        self.intake = Intake(intake_config_for(settings, topics), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
+        self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic)
         self.problem = self.stopped_early = ""
 
@@ -106,6 +110,7 @@ class Run:
                 self.intake.on(message.kind, message.msg)
             except BadMessage as error:
                 self.intake.refused(message.kind, error)
+            self.mapper.world_frame = self.intake.map_frame
             progress.show(1)
 
     def _refine(self, stop: StopRequest, progress: Progress) -> None:
@@ -127,6 +132,16 @@ class Run:
                  "topics": self.topics.chosen(), "stopped_early": self.stopped_early, "bag_problem": self.problem,
                  "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}
         return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh)
+
+    def save(self) -> None:
+        """The checkpoint, when checkpoint.path names one and there is a map. Raises InputError."""
+        path = self.settings.config.checkpoint.path
+        if not path or not self.mapper.status().gaussians:
+            return
+        try:
+            self.driver.ask("save_checkpoint", path)
+        except OSError as error:
+            raise InputError(f"the report is in '{self.options.out}', but the checkpoint was not saved to {path}: {error.strerror}") from None
 
 
 def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:

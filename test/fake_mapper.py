@@ -18,7 +18,7 @@ WRITTEN = 777  # Gaussians that save_map says it wrote; the status knows of 1000
 
 
 class FakeMapper:
-    backend = "fake"
+    backend, resumed = "fake", None
 
     def __init__(self, config):
         self.config, self.ledger, self.latest = config, FrameLedger(), Latest()

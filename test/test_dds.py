@@ -1,6 +1,7 @@
 """Two processes and real DDS: a robot that publishes best effort at 15 Hz, and the installed train_node.
 
 SPIRULA_DDS_SECONDS=60 makes it the long run, which also asks that the node's memory stays flat once the map does not grow."""
+import itertools
 import json
 import os
 import signal
@@ -139,3 +140,56 @@ def test_bad_parameters_are_one_sentence(tmp_path):
     node = NodeProcess(tmp_path, {"train.lr_mean": 5.0})
     assert node.process.wait(timeout=60) == 2
     assert "train.lr_mean" in node.log.read_text() and "Traceback" not in node.log.read_text()
+
+
+def test_a_node_goes_on_from_its_checkpoint(tmp_path, ros_domain, context, monkeypatch):
+    """Ended by SIGTERM, then by kill -9: the map, its frame and the counts are those of the last checkpoint."""
+    monkeypatch.setenv("ROS_DOMAIN_ID", str(ros_domain))
+    path = tmp_path / "map.ckpt"
+    parameters = {"checkpoint.path": str(path), "checkpoint.resume": True, "checkpoint.period_s": 0.5, "publish.status_hz": 10.0}
+    ros, executor, statuses = rclpy.create_node("robot", context=context), SingleThreadedExecutor(context=context), []
+    executor.add_node(ros)
+    ros.create_subscription(MapStatus, "spirula/status", statuses.append, LATCHED)
+    robot, stamps, folder = Robot(ros, 160, 120), itertools.count(), iter(range(3))
+
+    def started() -> NodeProcess:
+        (home := tmp_path / str(next(folder))).mkdir()
+        node = NodeProcess(home, parameters)
+        spin_until(executor, lambda: "listening to" in node.log.read_text(), 60, node)
+        statuses.clear()  # those of the node before
+        spin_until(executor, lambda: statuses, 60, node)
+        return node
+
+    def map_a_frame(node: NodeProcess) -> None:
+        """Sent until one arrives (the last node's subscriptions may still seem to be there), and two checkpoints further."""
+        used, times, sent_at = statuses[-1].frames_used, set(), 0.0
+
+        def arrived():
+            nonlocal sent_at
+            if time.monotonic() > sent_at + 1:
+                sent_at = time.monotonic()
+                robot.send(next(stamps), time.time_ns())
+            return statuses[-1].frames_used > used
+        spin_until(executor, arrived, 60, node)
+
+        def saved_twice():
+            times.add(path.stat().st_mtime_ns if path.exists() else 0)
+            return len(times) > 2 and statuses[-1].frames_pending == 0
+        spin_until(executor, saved_twice, 30, node)
+
+    seen = 0
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        node = started()
+        assert statuses[-1].frames_in == seen and ("is not there yet" if seen == 0 else f"resumed {path}: ") in node.log.read_text()
+        map_a_frame(node)
+        seen, gaussians, frame = statuses[-1].frames_in, statuses[-1].gaussians, statuses[-1].header.frame_id
+        assert node.stop(number) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert ("checkpoint saved to" in node.log.read_text()) == (number == signal.SIGTERM)
+    node = started()
+    assert statuses[-1].frames_in == seen >= 2 and statuses[-1].frames_pending == 0 and statuses[-1].header.frame_id == frame
+    assert statuses[-1].gaussians > 0.8 * gaussians
+    path.write_bytes(path.read_bytes()[:-1])
+    assert node.stop(signal.SIGKILL) and NodeProcess(tmp_path, parameters).process.wait(60) == 2
+    assert f"train_node: {path}: " in (tmp_path / "node.log").read_text() and "cut short" in (tmp_path / "node.log").read_text()
+    executor.shutdown()
+    ros.destroy_node()

@@ -31,7 +31,7 @@ from fake_mapper import WRITTEN, FakeMapper
 from spirula_gpu.camera import Camera
 from spirula_gpu.mapper import Mapper
 from spirula_ros.msg import MapStatus, VramReport
-from spirula_ros.node import TrainNode, check_map_path
+from spirula_ros.node import TrainNode, check_path
 from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
 from spirula_ros.srv import SaveMap
 
@@ -477,9 +477,9 @@ def test_the_map_is_saved_at_the_end(tmp_path):
 @pytest.mark.parametrize("path", ["no/such/folder/map.ply", "."])
 def test_a_map_path_that_cannot_be_written_is_refused_at_the_start(path):
     with pytest.raises(ValueError, match="output.map_path"):
-        check_map_path(path)
+        check_path("output.map_path", path)
 
 
 def test_a_map_path_that_can_be_written_or_none_is_taken(tmp_path):
-    check_map_path("")
-    check_map_path(str(tmp_path / "map.ply"))
+    check_path("output.map_path", "")
+    check_path("output.map_path", str(tmp_path / "map.ply"))

@@ -30,7 +30,7 @@ class HeldOut:
 
 class DoubleMapper:
     """The Mapper's contract without an engine: two steps are due for every frame; with start() a thread works them off."""
-    backend = "double"
+    backend, resumed = "double", None
     busy_s = 0.0  # for each frame
 
     def __init__(self, config):
@@ -338,3 +338,19 @@ def test_real_mapper_repeats_itself(room, tmp_path):
     assert a["frames"]["in"] == 20 == a["frames"]["used"] + sum(a["frames"]["dropped"].values())
     assert a["gaussians"] > 500 and a["heldout_psnr"] > 15 and len(a["heldout"]) == 4 and a["train_psnr"] > a["heldout_psnr"] - 5
     assert a["vram_total"] == sum(a["vram"].values()) and a["backend"] == "cpu"
+
+
+def test_a_second_recording_goes_on_with_the_map_of_the_first(room, tmp_path):
+    from spirula_gpu.mapper import Mapper
+    path, screen = tmp_path / "map.ckpt", io.StringIO()
+    assign = (f"checkpoint.path={path}", "checkpoint.resume=true", "engine.threads=1", "engine.backend=cpu", "train.steps_per_frame=2")
+    first, found, _ = run(room, tmp_path / "a", make=Mapper, assignments=assign, mesh=False, screen=screen)
+    assert "is not there yet: a new map begins" in screen.getvalue() and first.world_frame
+    second, again, _ = run(room, tmp_path / "b", make=Mapper, assignments=assign, mesh=False, screen=screen)
+    assert f"resumed {path}: {found['gaussians']} Gaussians" in screen.getvalue() and second.world_frame == first.world_frame
+    assert again["frames"]["in"] == 40 and again["steps"] > found["steps"]
+    with pytest.raises(InputError, match=f"its map is in frame '{first.world_frame}', intake.map_frame is 'moon'"):
+        run(room, tmp_path / "c", make=Mapper, assignments=(*assign, "intake.map_frame=moon"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="cut short"):
+        run(room, tmp_path / "c", make=Mapper, assignments=assign)

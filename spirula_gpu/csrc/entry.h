@@ -43,6 +43,19 @@ static int map_row(const spl_ctx& c, const char* name, int64_t first, int64_t co
   return r;
 }
 
+// Bytes [first, first + bytes) of a saved row, as they are stored.
+static uint8_t* saved_bytes(spl_ctx& c, const char* name, int64_t first, int64_t bytes, const void* host) {
+  if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
+  for (int r = 0; r < SPL_N_ROWS; ++r) {
+    const RowInfo info = row_info(r, c.params.sh_degree);
+    if (!name || !info.saved || strcmp(info.name, name)) continue;
+    const int64_t all = c.used_bytes(r);
+    if (first < 0 || bytes < 0 || first > all || bytes > all - first) fail(SPL_E_ARGUMENT, "%s: %lld bytes from %lld on, of %lld", name, (long long)bytes, (long long)first, (long long)all);
+    return c.row<uint8_t>(r) + first;
+  }
+  fail(SPL_E_ARGUMENT, "no saved buffer is called '%s'; spl_report lists them", name ? name : "NULL");
+}
+
 // Ends the step that was just issued, or leaves it running and describes the one before.
 static void conclude(spl_ctx& c, const View& v, const spl_hyper& h, spl_step& out) {
   const int32_t deferred = out.deferred;
@@ -198,6 +211,17 @@ int spl_train_step(spl_ctx* ctx, const spl_view* view, const spl_target* target,
   });
 }
 
+int spl_last_step(spl_ctx* ctx, spl_step* out) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    checked(out, "spl_step");
+    if (c.pending.any) {
+      end_phases(c);
+      settle(c);
+    }
+    *out = c.finished;
+  });
+}
+
 int spl_loss(spl_ctx* ctx, const spl_view* view, const spl_image* image, const spl_target* target, const spl_hyper* hyper, const spl_image* v_image, spl_step* out) {
   return guarded(ctx, [&](spl_ctx& c) {
     const View v = make_view(view, -1);
@@ -246,6 +270,22 @@ int spl_map_write(spl_ctx* ctx, const char* row, int64_t first, int64_t count, c
     if (c.info(r).coded) write_coded(c, r, first, count, (const float*)host);
     else put(c, c.row<uint8_t>(r) + c.map_bytes(r, first), host, c.map_bytes(r, count));
   });
+}
+
+int spl_map_make(spl_ctx* ctx, int64_t n) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    if (c.n || n < 0) fail(SPL_E_ARGUMENT, "spl_map_make: %lld Gaussians into a map of %lld: it must be empty", (long long)n, (long long)c.n);
+    fit_map(c, n);
+    c.n = n;
+  });
+}
+
+int spl_map_read_raw(spl_ctx* ctx, const char* row, int64_t first, int64_t bytes, void* host) {
+  return guarded(ctx, [&](spl_ctx& c) { get(c, host, saved_bytes(c, row, first, bytes, host), bytes); });
+}
+
+int spl_map_write_raw(spl_ctx* ctx, const char* row, int64_t first, int64_t bytes, const void* host) {
+  return guarded(ctx, [&](spl_ctx& c) { put(c, saved_bytes(c, row, first, bytes, host), host, bytes); });
 }
 
 int spl_map_keep(spl_ctx* ctx, const uint8_t* keep, int64_t* n_kept) {

@@ -112,6 +112,11 @@ SPL_API int spl_map_append(spl_ctx*, const spl_gaussians* host, int32_t owner); 
  * to the nearest code; it keeps a first moment relative to the second one: write adam.v.* before adam.m.*. */
 SPL_API int spl_map_read(spl_ctx*, const char* row, int64_t first, int64_t count, void* host);
 SPL_API int spl_map_write(spl_ctx*, const char* row, int64_t first, int64_t count, const void* host);
+/* For checkpoints: n Gaussians in an empty map, whose rows hold anything; and the bytes of a saved row as they are stored, [first, first + bytes)
+ * of the row's used_bytes. A map is whole when every saved row of spl_report has been written. */
+SPL_API int spl_map_make(spl_ctx*, int64_t n);
+SPL_API int spl_map_read_raw(spl_ctx*, const char* row, int64_t first, int64_t bytes, void* host);
+SPL_API int spl_map_write_raw(spl_ctx*, const char* row, int64_t first, int64_t bytes, const void* host);
 SPL_API int spl_map_keep(spl_ctx*, const uint8_t* keep_host, int64_t* n_kept);   /* keep [n]: 0 removes; order is kept */
 /* Move n_moves Gaussians onto better ones: dst takes src's parameters, both get the opacity and scale that leave the
  * rendered sum unchanged (Kheradmand et al. 2024, eq. 9); dst's Adam state is zeroed. */
@@ -178,6 +183,7 @@ typedef struct {
 } spl_hyper;
 
 SPL_API int spl_train_step(spl_ctx*, const spl_view*, const spl_target*, const spl_hyper*, spl_step* out);
+SPL_API int spl_last_step(spl_ctx*, spl_step* out); /* the newest training step, waited for if it was deferred; n_pairs -1: there was none */
 /* The loss alone: value and d loss / d image (v_image pointers may be NULL). */
 SPL_API int spl_loss(spl_ctx*, const spl_view*, const spl_image* image, const spl_target*, const spl_hyper*, const spl_image* v_image, spl_step* out);
 

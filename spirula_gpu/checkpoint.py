@@ -1,0 +1,127 @@
+"""What a checkpoint holds of a mapper: the saved rows of the map by the table of buffers, the frames, the gate, and facts. The file
+itself is checkpoint_file.py's; who saves what when: docs/design.md, "Checkpoint"."""
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Iterator, NamedTuple
+
+import numpy as np
+
+from .camera import Camera, Frame
+from .checkpoint_file import BYTES, OTHER_PROGRAM, Reader, Section, write_file
+from .config import Config, rows
+from .keyframes import Gated
+from .native import GAUSSIANS, Engine, NativeError
+from .report import FrameCounts
+
+CHUNK_BYTES = 1 << 26  # of a row of the map that are in host memory at once
+FLOATS, DOUBLES = np.dtype("<f4"), np.dtype("<f8")
+KEYFRAME, HELD_OUT, WAITING = range(3)  # what a frame is to the map; waiting: in the inbox
+FRAME = np.dtype([("kind", "u1"), ("held_out", "u1"), ("has_depth", "u1"), ("frame_id", "<u4"), ("id", "<i8"), ("loss", "<f8"), ("stamp_ns", "<i8"),
+                  ("size", "<i4", (2,)), ("intrinsics", "<f8", (4,)), ("T_world_cam", "<f8", (4, 4))])
+
+
+class Stored(NamedTuple):
+    kind: int
+    frame: Frame
+    id: int = -1             # of a keyframe
+    loss: float = math.inf   # of a keyframe: Keyframe.loss
+
+
+class Resumed(NamedTuple):
+    """What a mapper goes on with."""
+    path: str
+    gaussians: int
+    keyframes: int
+    steps: int
+    lost_frames: int     # that had arrived, but were not yet with the mapper: counted as dropped, `lost_at_restart`
+    world_frame: str     # '' when the writer did not say
+    last_stamp_ns: int | None               # of the newest frame that became a keyframe
+    changed: dict[str, tuple[Any, Any]]     # parameters: (then, now); the run's own are used
+
+
+def write_map(path: str | os.PathLike, engine: Engine, frames: list[Stored], gated: Gated, config: Config, facts: dict) -> int:
+    """The checkpoint of a mapper; `facts`: its counters and random states. Returns the bytes of the file."""
+    saved, ids = engine.saved_rows(), sorted({s.frame.frame_id for s in frames})
+    facts = {**facts, "gaussians": len(engine), "rows": {name: row.item_bytes for name, row in saved.items()}, "frame_ids": ids,
+             "last_stamp_ns": gated.last_stamp_ns, "config": {name: value for name, value, _ in rows(config)}}
+    table = np.array([_record(s, ids) for s in frames], FRAME)
+    depths = [s.frame.depth_m for s in frames if s.frame.depth_m is not None]
+    sections = [Section(name, BYTES, _row_shape(row), _row_pieces(engine, name, row.used_bytes)) for name, row in saved.items()]
+    sections += [_whole("frames", table), _whole("gate.poses", np.ascontiguousarray(gated.poses, DOUBLES)), _whole("gate.sharpness", np.array(gated.sharpness, DOUBLES)),
+                 Section("frames.rgb", BYTES, (sum(s.frame.rgb.size for s in frames),), (np.ascontiguousarray(s.frame.rgb) for s in frames)),
+                 Section("frames.depth_m", FLOATS, (sum(d.size for d in depths),), (np.ascontiguousarray(d) for d in depths))]
+    return write_file(path, facts, sections)
+
+
+def _whole(name: str, array: np.ndarray) -> Section:
+    return Section(name, array.dtype, array.shape, (array.view(BYTES),) if array.size else ())
+
+
+def _record(s: Stored, frame_ids: list[str]) -> tuple:
+    f, c = s.frame, s.frame.camera
+    return (s.kind, f.held_out, f.depth_m is not None, frame_ids.index(f.frame_id), s.id, s.loss, f.stamp_ns, (c.width, c.height), (c.fx, c.fy, c.cx, c.cy), f.T_world_cam)
+
+
+def _row_shape(row) -> tuple[int, int]:
+    return row.used_bytes // row.item_bytes, row.item_bytes
+
+
+def _row_pieces(engine: Engine, name: str, used: int) -> Iterator[np.ndarray]:
+    buffer = np.empty(min(used, CHUNK_BYTES), BYTES)
+    for first in range(0, used, CHUNK_BYTES):
+        piece = buffer[:min(CHUNK_BYTES, used - first)]
+        engine.read_raw(name, first, piece)
+        yield piece
+
+
+def changed(reader: Reader, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Parameters that are not what they were, but may be. Raises CheckpointError for those that may not."""
+    then = {**{name: value for name, value, _ in rows(Config())}, **reader.facts["config"]}
+    differ = {name: (then[name], now) for name, now, _ in rows(config) if then[name] != now and not name.startswith("checkpoint.")}
+    for name in ("engine.sh_degree", "engine.precision"):
+        if name in differ:
+            reader.refuse(f"it was written with {name} {differ[name][0]}, and this run has {differ[name][1]}", f"set {name} to {differ[name][0]}, or start without checkpoint.resume")
+    return differ
+
+
+def read_rows(reader: Reader, engine: Engine) -> None:
+    """The Gaussians into an empty engine."""
+    n, theirs, saved = reader.facts["gaussians"], reader.facts["rows"], engine.saved_rows()
+    ours = {name: row.item_bytes for name, row in saved.items()}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            reader.refuse(f"row {name} has {theirs.get(name, 'no')} bytes an item there and {ours.get(name, 'no')} here", OTHER_PROGRAM)
+    if type(n) is not int or not 0 <= n <= min(reader.shape(name)[0] for name, row in saved.items() if row.count == GAUSSIANS):
+        reader.refuse(f"{n} Gaussians, but the rows hold fewer")
+    try:
+        engine.make(n)
+    except NativeError as e:
+        if e.kind != "capacity":
+            raise
+        reader.refuse(f"it does not fit: {e}")
+    for name, row in engine.saved_rows().items():
+        with reader.section(name, BYTES, _row_shape(row)) as take:
+            for first in range(0, row.used_bytes, CHUNK_BYTES):
+                engine.write_raw(name, first, take((min(CHUNK_BYTES, row.used_bytes - first),)))
+
+
+def read_frames(reader: Reader) -> Iterator[Stored]:
+    table, ids = reader.array("frames", FRAME, (-1,)), reader.facts["frame_ids"]
+    with reader.section("frames.rgb", BYTES, (-1,)) as take_rgb, reader.section("frames.depth_m", FLOATS, (-1,)) as take_depth:
+        for r in table:
+            camera = Camera(*map(int, r["size"]), *map(float, r["intrinsics"]))
+            rgb = take_rgb((camera.height, camera.width, 3))
+            depth_m = take_depth((camera.height, camera.width)) if r["has_depth"] else None
+            yield Stored(int(r["kind"]), Frame(int(r["stamp_ns"]), camera, r["T_world_cam"].copy(), rgb, depth_m, bool(r["held_out"]), ids[r["frame_id"]]),
+                         int(r["id"]), float(r["loss"]))
+
+
+def read_gate(reader: Reader) -> Gated:
+    return Gated(reader.array("gate.poses", DOUBLES, (-1, 4, 4)), reader.array("gate.sharpness", DOUBLES, (-1,)).tolist(), reader.facts["last_stamp_ns"])
+
+
+def read_counts(reader: Reader) -> FrameCounts:
+    seen = reader.facts["frames_seen"]
+    return FrameCounts(int(seen["frames_in"]), int(seen["used"]), {str(reason): int(n) for reason, n in seen["dropped"].items()})
