@@ -142,7 +142,7 @@ def test_bad_parameters_are_one_sentence(tmp_path):
     assert "train.lr_mean" in node.log.read_text() and "Traceback" not in node.log.read_text()
 
 
-def test_a_node_goes_on_from_its_checkpoint(tmp_path, ros_domain, context, monkeypatch):
+def test_a_node_goes_on_from_its_checkpoint(tmp_path, ros_domain, context, monkeypatch, request):
     """Ended by SIGTERM, then by kill -9: the map, its frame and the counts are those of the last checkpoint."""
     monkeypatch.setenv("ROS_DOMAIN_ID", str(ros_domain))
     path = tmp_path / "map.ckpt"
@@ -155,6 +155,7 @@ def test_a_node_goes_on_from_its_checkpoint(tmp_path, ros_domain, context, monke
     def started() -> NodeProcess:
         (home := tmp_path / str(next(folder))).mkdir()
         node = NodeProcess(home, parameters)
+        request.addfinalizer(node.process.kill)  # nothing is left running when the test fails
         spin_until(executor, lambda: "listening to" in node.log.read_text(), 60, node)
         statuses.clear()  # those of the node before
         spin_until(executor, lambda: statuses, 60, node)
