@@ -71,7 +71,7 @@ def project(g: Gaussians, viewmat, K, width, height, degree, blur=0.3, near=0.01
     if g.sh.ndim == 2:
         rgb = g.sh
     else:
-        d = g.means + R.T @ viewmat[:3, 3]
+        d = g.means + np.linalg.inv(R) @ viewmat[:3, 3]
         basis = sh_basis(d / np.linalg.norm(d, axis=1, keepdims=True))[:, :(degree + 1)**2]
         rgb = np.maximum(0, 0.5 + np.einsum("nk,nkc->nc", basis, g.sh[:, :(degree + 1)**2]))
     finite = np.isfinite(np.concatenate([t, xy, conic, rgb, box, g.opacities[:, None]], 1)).all(1)
