@@ -19,10 +19,10 @@ from .checkpoint_file import CheckpointError, Reader
 from .config import Config
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
-from .native import Engine, NativeError
+from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, MeshError, Output
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
-from .trainer import Trainer
+from .trainer import Trainer, refused
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Mapper:
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = 0
         self._refining: list[tuple[float, Future]] = []
-        self._problem, self._unsaved, self._can_mesh, self._saved, self._saving_s = "", "", True, None, 0.0
+        self._problem, self._unsaved, self._budget_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
         self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
@@ -238,9 +238,23 @@ class Mapper:
                 self._output.forget(self._held_out.pop(0))
             return
         keyframe = Keyframe(self._next_id, frame, self.config.train.blur_px2)
+        if not self._keyframes:
+            self._budget_hint = self._hint_of_budget(frame.camera)
         self._next_id += 1
         self._trainer.insert(keyframe)
         self._keyframes.add(keyframe, self.config.train)
+
+    def _hint_of_budget(self, camera: Camera) -> str:
+        """That the budget will end the map's growth before engine.max_gaussians does; empty: it will not."""
+        e = self.config.engine
+        if not e.vram_budget_mb:
+            return ""
+        n = largest_map(e.vram_budget_mb << 20, self.backend, most=e.max_gaussians, width=camera.width, height=camera.height, max_gaussians=e.max_gaussians,
+                        sh_degree=e.sh_degree, precision=e.precision, threads=e.threads, arena_alias=e.arena_alias)
+        if n == e.max_gaussians:
+            return ""
+        return (f"about {n} Gaussians and what training on {camera.width}x{camera.height} images takes fit into engine.vram_budget_mb {e.vram_budget_mb}, not "
+                f"engine.max_gaussians {e.max_gaussians}" + (": the map will stay below that" if n else "; raise the budget or use smaller images"))
 
     def _train(self) -> bool:
         if self._state == "paused" or not self._keyframes:
@@ -251,7 +265,7 @@ class Mapper:
         n = min(self._due, most) if self._due > 0 else most if idle else 0
         self._steps(n)
         self._due -= min(n, self._due)
-        return n > 0
+        return n > 0 and not self._trainer.starved
 
     def _steps(self, n: int) -> None:
         for _ in range(n):
@@ -265,7 +279,7 @@ class Mapper:
         try:
             return self._publish_due()
         except NativeError as e:
-            if e.kind not in ("capacity", "memory"):
+            if not refused(e):
                 raise
             self._problem = str(e)
         except MeshError as e:
@@ -320,14 +334,25 @@ class Mapper:
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
             heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error,
-            hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved) if text)))
+            hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved, self._budget_hint) if text)))
 
     def evaluate(self) -> list[HeldOut]:
-        """Inline mode: measure every held-out frame, and 32 training frames for Status.train_psnr."""
-        results = [self._output.measure(frame) for frame in self._held_out]
-        self._train_psnr = self._output.train_psnr(self._keyframes.spread(32))
+        """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""
+        results = [self._unless_refused(self._output.measure, frame) for frame in self._held_out]
+        train_psnr = self._unless_refused(self._output.train_psnr, self._keyframes.spread(32))
+        self._train_psnr = float("nan") if train_psnr is None else train_psnr
         self._tell()
-        return results
+        return [r for r in results if r]
+
+    def _unless_refused(self, make, *args):
+        """make(*args), or None where there is no memory for it; `hint` says so."""
+        try:
+            return make(*args)
+        except NativeError as e:
+            if not refused(e):
+                raise
+            self._problem = str(e)
+            return None
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------
     def resume(self, path: str) -> Resumed:

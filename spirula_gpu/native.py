@@ -68,12 +68,16 @@ class Row(c.Structure):
                 ("saved", c.c_int32), ("aliased", c.c_int32), ("item_bytes", i64), ("used_bytes", i64), ("capacity_bytes", i64)]
 
 
+Workload = _struct("spl_workload", gaussians=i64, pairs=i64, isects=i64, n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, train=c.c_int32)
+
+
 P = c.POINTER
 SIGNATURES = {  # name: (result, arguments)
     "spl_abi_version": (c.c_int32, []), "spl_backend": (c.c_char_p, []), "spl_constant": (i64, [c.c_char_p]),
     "spl_create": (c.c_int, [P(CreateParams), P(c.c_void_p)]), "spl_destroy": (None, [c.c_void_p]), "spl_set_stream": (c.c_int, [c.c_void_p, c.c_void_p]),
     "spl_error": (c.c_char_p, [c.c_void_p]),
     "spl_report": (c.c_int, [c.c_void_p, P(Row), c.c_int32, P(c.c_int32)]),
+    "spl_forecast": (c.c_int, [P(CreateParams), P(Workload), P(Row), c.c_int32, P(c.c_int32)]),
     "spl_buffer": (c.c_int, [c.c_void_p, c.c_char_p, P(c.c_void_p), P(i64)]),
     "spl_memory_info": (c.c_int, [c.c_void_p, P(Memory)]), "spl_fail_allocation": (c.c_int, [c.c_void_p, i64]),
     "spl_map_size": (i64, [c.c_void_p]), "spl_map_append": (c.c_int, [c.c_void_p, P(Gaussians), c.c_int32]),
@@ -107,6 +111,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must no
 _libraries: dict[str, c.CDLL] = {}
 
 
+def installed(backend: str) -> str:
+    """auto: cuda where its library is, else cpu; a device is not looked for."""
+    if backend != "auto":
+        return backend
+    try:
+        library_path("cuda")
+    except NativeError:
+        return "cpu"
+    return "cuda"
+
+
 def load(backend: str) -> c.CDLL:
     """The library of a backend, cpu or cuda, with argument types set and versions checked."""
     if backend not in ("cpu", "cuda"):
@@ -129,7 +144,7 @@ def load(backend: str) -> c.CDLL:
 def check_abi(lib: c.CDLL, path: Path) -> None:
     if lib.spl_abi_version() != ABI_VERSION:
         raise NativeError("argument", f"{path} has ABI {lib.spl_abi_version()}, this package needs {ABI_VERSION}; build it again")
-    for kind in (CreateParams, Memory, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Row):
+    for kind in (CreateParams, Memory, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Workload, Row):
         theirs, ours = lib.spl_constant(f"sizeof {kind.__name__ if kind is not Row else 'spl_row'}".encode()), c.sizeof(kind)
         if theirs != ours:
             raise NativeError("argument", f"{path}: {kind.__name__} is {theirs} bytes there and {ours} here; build it again")
@@ -197,6 +212,12 @@ def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0
     return out
 
 
+def _precision(name: str) -> int:
+    if name not in PRECISIONS:
+        raise NativeError("argument", f"precision '{name}': must be {' or '.join(PRECISIONS)}")
+    return PRECISIONS.index(name)
+
+
 class Engine:
     """One context of the native library: the map, the arena, and everything that works on them. Gaussians, images and targets
     may be torch tensors on the GPU of a CUDA engine: they are read in place, and what comes back then is there too.
@@ -207,11 +228,9 @@ class Engine:
 
     def __init__(self, backend: str = "auto", *, sh_degree: int = 3, max_gaussians: int = 1_000_000, budget_bytes: int = 0, threads: int = 0,
                  device: int = 0, arena_alias: bool = True, arena_debug: bool = False, precision: str = "full"):
-        if precision not in PRECISIONS:
-            raise NativeError("argument", f"precision '{precision}': must be {' or '.join(PRECISIONS)}")
         self.sh_degree, self.budget_bytes, self.precision = sh_degree, budget_bytes, precision
         params = CreateParams(max_gaussians=max_gaussians, budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, device=device,
-                              arena_alias=arena_alias, arena_debug=arena_debug, precision=PRECISIONS.index(precision))
+                              arena_alias=arena_alias, arena_debug=arena_debug, precision=_precision(precision))
         self._ctx = c.c_void_p()
         if backend == "auto":
             self.backend_reason = self._open_auto(params)
@@ -424,19 +443,9 @@ class Engine:
         return list(rows[:n.value])
 
     def vram(self) -> VramReport:
-        *rows, arena = self.rows()
-        categories = {k: [0, 0] for k in CATEGORIES}
-        for r in rows:
-            categories[CATEGORIES[r.category]][0] += r.used_bytes
-            categories[CATEGORIES[r.category]][1] += r.capacity_bytes
-        categories["other"][1] += arena.capacity_bytes
         memory = Memory()
         self._check(self._lib.spl_memory_info(self._ctx, c.byref(memory)))
-        listed = [VramRow(r.name.decode(), CATEGORIES[r.category], r.used_bytes, r.capacity_bytes, bool(r.aliased)) for r in rows]
-        listed.append(VramRow("arena", "other", arena.capacity_bytes, arena.capacity_bytes, False))
-        return VramReport(tuple(listed), {k: tuple(v) for k, v in categories.items()}, sum(v[1] for v in categories.values()),
-                          max(arena.used_bytes - arena.capacity_bytes, 0), self.budget_bytes, memory.process_bytes,
-                          memory.total_bytes - memory.free_bytes, memory.total_bytes, memory.pinned_bytes)
+        return _vram_report(self.rows(), self.budget_bytes, memory)
 
     def fail_allocation(self, nth: int) -> None:
         """For tests: as if memory ran out at the nth time from now on that a buffer grows; 0: there is enough."""
@@ -449,5 +458,59 @@ class Engine:
         return np.frombuffer(c.string_at(ptr, size.value), dtype)
 
 
+def _vram_report(rows: list[Row], budget_bytes: int, memory: Memory) -> VramReport:
+    """Of all rows and, last, the arena."""
+    *rows, arena = rows
+    categories = {k: [0, 0] for k in CATEGORIES}
+    for r in rows:
+        categories[CATEGORIES[r.category]][0] += r.used_bytes
+        categories[CATEGORIES[r.category]][1] += r.capacity_bytes
+    categories["other"][1] += arena.capacity_bytes
+    listed = [VramRow(r.name.decode(), CATEGORIES[r.category], r.used_bytes, r.capacity_bytes, bool(r.aliased)) for r in rows]
+    listed.append(VramRow("arena", "other", arena.capacity_bytes, arena.capacity_bytes, False))
+    return VramReport(tuple(listed), {k: tuple(v) for k, v in categories.items()}, sum(v[1] for v in categories.values()),
+                      max(arena.used_bytes - arena.capacity_bytes, 0), budget_bytes, memory.process_bytes,
+                      memory.total_bytes - memory.free_bytes, memory.total_bytes, memory.pinned_bytes)
+
+
 def _stats(s: Step) -> StepStats:
     return StepStats(s.loss, s.l1, s.ssim, s.depth, s.n_pairs, s.n_isects, dict(zip(PHASES, s.ms)))
+
+
+# ---- memory, before it is allocated -------------------------------------------------------------------------------------
+def forecast(backend: str = "auto", *, gaussians: int, width: int, height: int, n_cameras: int = 1, pairs: int = 0, isects: int = 0, train: bool = True,
+             sh_degree: int = 3, max_gaussians: int = 1_000_000, precision: str = "full", budget_bytes: int = 0, threads: int = 0, arena_alias: bool = True) -> VramReport:
+    """What an Engine with these parameters holds, by row and category, once it has trained (train False: rendered) a map of so many Gaussians with
+    views of n_cameras images of width x height pixels. Nothing is allocated and no device is opened; backend auto: cuda where its library is.
+
+    pairs, isects: as in StepStats, of the largest view; 0: estimated as documented in docs/design.md, "Forecast". `process` and the figures of
+    the device are 0. With a budget the report shows what the engine would do without headroom, if that is what it takes; a total above the
+    budget means that it would refuse. Raises NativeError (argument) on what the engine does not take."""
+    lib, n, rows = load(installed(backend)), c.c_int32(), (Row * 128)()
+    params = CreateParams(max_gaussians=max(gaussians, max_gaussians), budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, arena_alias=arena_alias,
+                          precision=_precision(precision))
+    work = Workload(gaussians=gaussians, pairs=pairs, isects=isects, n_cameras=n_cameras, width=width, height=height, train=train)
+    status = lib.spl_forecast(c.byref(params), c.byref(work), rows, len(rows), c.byref(n))
+    if status:
+        raise NativeError(STATUS.get(status, str(status)), lib.spl_error(None).decode())
+    return _vram_report(rows[:n.value], budget_bytes, Memory())
+
+
+def largest_map(budget_bytes: int, backend: str = "auto", *, most: int = 200_000_000, **workload) -> int:
+    """The most Gaussians, up to `most`, whose forecast stays within the budget, to 0.1 %; 0: not even an empty map does. Keywords as in forecast()."""
+    def fits(n: int) -> bool:
+        try:
+            return forecast(backend, gaussians=n, budget_bytes=budget_bytes, **workload).total <= budget_bytes
+        except NativeError as e:
+            if e.kind != "capacity":  # more pairs than a call may have
+                raise
+            return False
+    if not fits(0):
+        return 0
+    if fits(most):
+        return most
+    low, high = 0, most
+    while high - low > max(low // 1000, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -9,12 +9,19 @@ from .native import Engine, Hyper, InsertParams, NativeError
 
 ADAM_EPS = 1e-15
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
+PATIENCE = 20      # steps that others' memory has cost in a row, after which the map makes no more room for them (0.95^20 = 36 % are left)
+
+
+def refused(error: NativeError) -> bool:
+    """For want of memory: of the budget's, or of what the device or the machine has left."""
+    return error.kind in ("capacity", "memory")
 
 
 class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
+        self._lost = 0   # steps in a row that had no memory
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
         self._resumed_loss: float | None = None  # of `_running`, when that step was made before a checkpoint
         self._rng = np.random.default_rng(config.engine.seed + 1)
@@ -28,11 +35,16 @@ class Trainer:
         try:
             stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m, wait=False)
         except NativeError as e:
-            if e.kind != "capacity" or not self._make_room(str(e)):
+            if not refused(e):
                 raise
             self._running = self._resumed_loss = None
-            self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which has made room now
+            self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
+            self._lost += 1
+            self.hint = str(e)
+            if e.kind == "capacity" or not self.starved:
+                self._make_room()
             return
+        self._lost = 0
         if self._running:
             loss = stats.loss if self._resumed_loss is None else self._resumed_loss
             self._running.trained(loss)
@@ -57,6 +69,11 @@ class Trainer:
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
 
+    @property
+    def starved(self) -> bool:
+        """There is no memory for a step, whatever the map gives up."""
+        return self._lost > PATIENCE
+
     def _hyper(self) -> Hyper:
         t = self.config.train
         return Hyper(lr_mean=t.lr_mean, lr_mean_final=t.lr_mean_final, lr_decay_steps=t.lr_decay_steps, lr_quat=t.lr_quat, lr_log_scale=t.lr_log_scale,
@@ -79,15 +96,13 @@ class Trainer:
                     self.hint = f"no Gaussian yet: no pixel has a depth between insert.min_depth_m {i.min_depth_m} and insert.max_depth_m {i.max_depth_m}"
                 return n
             except NativeError as e:
-                if e.kind != "capacity":
+                if not refused(e):
                     raise
-                refusal = e
+                self.hint = str(e)
             if attempt == 0:
-                self._make_room(str(refusal))
+                self._make_room()
             else:
                 spacing, gain = 1.5 * spacing, gain / 2
-        if not len(self.engine):
-            raise refusal  # not even a coarse first frame fits: nothing will ever be mapped
         return 0
 
     def _insertion(self, owner: int, hole_spacing_px: float, detail_gain: float) -> InsertParams:
@@ -100,6 +115,14 @@ class Trainer:
         """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""
         if not len(self.engine):
             return
+        try:
+            self._prune()
+        except NativeError as e:  # moving Gaussians takes some scratch
+            if not refused(e):
+                raise
+            self.hint = str(e)
+
+    def _prune(self) -> None:
         p = self.config.prune
         opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity")))
         scale = self.engine.read("map.log_scale").max(axis=1)
@@ -117,18 +140,19 @@ class Trainer:
         self.engine.relocate(dst, src, self.config.prune.min_opacity)
         return True
 
-    def _make_room(self, why: str) -> bool:
-        """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others.
-        False: there is nothing to remove."""
-        self.hint = why
+    def _make_room(self) -> None:
+        """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others."""
         n = len(self.engine)
         if not (self.config.prune.relocate and n):
-            return False
+            return
         weight = self.engine.read("stat.weight")
         weight[self.engine.read("adam.steps") < 20] = np.inf
         known = int(np.isfinite(weight).sum())
         weakest = np.argsort(weight, kind="stable")[:min(n // 20 + 1, known)] if known else np.arange(0, n, 20)
         keep = np.ones(n, bool)
         keep[weakest] = False
-        self.engine.keep(keep)
-        return True
+        try:
+            self.engine.keep(keep)
+        except NativeError as e:
+            if not refused(e):
+                raise

@@ -12,6 +12,8 @@ EXAMPLES = """examples:
   spirula replay room --lossless --out out         map it; report, pictures, .ply and mesh in out/
   spirula replay drive.mcap --backend cuda         a recording of your own, in real time
   spirula replay room --via-ros                    the same through real ROS 2 topics and the node
+  spirula forecast --gaussians 10e6 --size 1920x1080 --precision compact
+                                                   the memory that such a map needs
   spirula params > my.yaml                         every parameter; then: spirula replay room --config my.yaml
 """
 RGBD_EXAMPLES = """examples:
@@ -23,6 +25,10 @@ REPLAY_EXAMPLES = """examples:
   spirula replay room --lossless --holdout 8 --out out
   spirula replay drive --rate 0.5 --image-topic /front/image_raw --depth-topic /front/depth
   spirula replay room --config my.yaml --set train.steps_per_frame=40 --refine-seconds 30
+"""
+FORECAST_EXAMPLES = """examples:
+  spirula forecast --gaussians 10e6 --size 1920x1080 --sh 3 --precision compact --vram-mb 8192
+  spirula forecast --gaussians 300e3 --size 640x480 --backend cpu --render
 """
 TOPIC_KINDS = ("image", "compressed", "depth", "info", "pose", "odom", "tf", "tf_static")
 
@@ -62,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     info.add_argument("bag", metavar="BAG")
     add_topics(info)
     info.set_defaults(run=run_info)
+    add_forecast(commands)
     params = commands.add_parser("params", help="print every parameter as a file for --config and ROS")
     params.add_argument("--config", metavar="F", help="start from this file")
     params.set_defaults(run=run_params)
@@ -204,6 +211,43 @@ def run_params(args) -> None:
     print(yaml_text(values), end="")
 
 
+# ---- forecast ----------------------------------------------------------------------------------------------------------
+
+def add_forecast(commands) -> None:
+    p = _parser(commands.add_parser, "forecast", help="the memory that a map will need", epilog=FORECAST_EXAMPLES,
+                description="What the engine will hold for a map and images of this size. Nothing is allocated; no GPU is needed.")
+    p.add_argument("--gaussians", metavar="N", type=count, default=1_000_000, help="in the map; 10e6 is ten million (default: 1e6)")
+    p.add_argument("--size", metavar="WxH", type=size, required=True, help="of the images")
+    p.add_argument("--sh", metavar="D", type=int, choices=range(4), default=2, help="spherical-harmonics degree, 0 to 3 (default: 2)")
+    p.add_argument("--precision", choices=("full", "compact"), default="full", help="(default: full)")
+    p.add_argument("--cameras", metavar="C", type=whole(1), default=1, help="images per step (default: 1)")
+    p.add_argument("--render", action="store_true", help="only render, do not train")
+    p.add_argument("--pairs", metavar="N", type=count, default=0, help="Gaussians that the fullest view shows (default: half of the map)")
+    p.add_argument("--isects", metavar="N", type=count, default=0, help="splat-tile intersections of that view (default: estimated)")
+    p.add_argument("--vram-mb", metavar="MiB", type=whole(1), help="also say how many Gaussians fit into so much")
+    p.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where its library is installed (default: auto)")
+    p.set_defaults(run=run_forecast)
+
+
+def run_forecast(args) -> None:
+    from spirula_gpu.native import forecast, installed, largest_map
+    (width, height), backend = args.size, installed(args.backend)
+    image = dict(width=width, height=height, n_cameras=args.cameras, train=not args.render, sh_degree=args.sh, precision=args.precision)
+    report = forecast(backend, gaussians=args.gaussians, pairs=args.pairs, isects=args.isects, **image)
+    used = {row.name: row.used for row in report.rows}
+    pairs, isects = used["proj.gaussian"] // 4 - 1, used["isect.pair"] // 4  # 4 bytes each, and one more pair
+    arena = {category: sum(row.used for row in report.rows if row.aliased and row.category == category) for category in report.categories}
+    print(f"{args.gaussians:,} Gaussians, SH degree {args.sh}, {args.precision}; {'rendering' if args.render else 'training on'} {args.cameras} x {width}x{height}; {backend}")
+    print(f"{'category':<14}{'MiB':>10}")
+    print(f"{'splat':<14}{report.categories['splat'][1] / 2**20:>10.1f}  the map: {(report.total - used['arena']) / max(args.gaussians, 1):.0f} bytes a Gaussian")
+    print(f"{'arena':<14}{used['arena'] / 2**20:>10.1f}  scratch; these take turns in it: " + ", ".join(f"{k} {n / 2**20:.1f}" for k, n in arena.items() if n))
+    print(f"{'total':<14}{report.total / 2**20:>10.1f}")
+    how = "given" if args.pairs and args.isects else "assumed; --pairs and --isects say better"
+    print(f"{pairs:,} visible pairs, {isects:,} intersections ({how}); what calls learn on the way gets 25 % headroom")
+    if args.vram_mb:
+        print(f"{args.vram_mb} MiB: about {largest_map(args.vram_mb << 20, backend, **image):,} Gaussians fit (without headroom; a growing map ends a little below)")
+
+
 # ---- argument types --------------------------------------------------------------------------------------------------
 
 def positive(text: str) -> float:
@@ -224,6 +268,13 @@ def whole(low: int):
             raise argparse.ArgumentTypeError(f"'{text}' must be {low} or more")
         return value
     return whole_number
+
+
+def count(text: str) -> int:
+    value = float(text)
+    if not (0 <= value < 2**32 and value == int(value)):
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number below {2**32}")
+    return int(value)
 
 
 def size(text: str) -> tuple[int, int]:

@@ -156,20 +156,16 @@ def test_memory_that_the_system_refuses():
         assert f" {MEMORY} " in line and "Cannot allocate memory" in line and "MiB more is not to be had" in line
 
 
-@pytest.mark.parametrize("kind", ["memory", "device"])
-def test_the_worker_ends_with_the_message(kind, monkeypatch):
-    """What the mapper cannot remedy by pruning stops it, and says why."""
+def test_the_worker_ends_with_the_message(monkeypatch):
+    """What the mapper cannot remedy stops it, and says why."""
     mapper = Mapper(replaced(SMALL, {"engine.max_gaussians": 100_000}))
-    if kind == "memory":
-        mapper._engine.fail_allocation(1)
-    else:
-        def broken(*_):
-            raise native.NativeError("device", "raster_kernel: an illegal memory access was encountered (CUDA error 700); start it again")
-        monkeypatch.setattr(mapper._engine, "insert", broken)
+    def broken(*_, **__):
+        raise native.NativeError("device", "raster_kernel: an illegal memory access was encountered (CUDA error 700); start it again")
+    monkeypatch.setattr(mapper._engine, "train_step", broken)
     mapper.start()
     submit(mapper, frame(0))
     wait_for(lambda: mapper.status().state == "error")
-    assert ("out of memory (a test asked for it)" if kind == "memory" else "CUDA error 700") in mapper.status().last_error
+    assert "CUDA error 700" in mapper.status().last_error
     mapper.stop()
     mapper.close()
 

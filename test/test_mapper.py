@@ -11,6 +11,7 @@ from spirula_gpu.config import Config, GateConfig, replaced, rows
 from spirula_gpu.keyframes import Gate
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.mesh import MeshError
+from spirula_gpu.native import NativeError
 
 CAMERA = Camera(40, 30, 36.0, 36.0, 20.0, 15.0)
 SMALL = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 1, "train.steps_per_frame": 4, "prune.interval_steps": 10})
@@ -101,14 +102,17 @@ def test_at_max_gaussians_the_map_stays_below_and_says_so():
     assert status.frames.used == 6
 
 
-def test_a_worker_that_fails_says_so_everywhere():
-    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": 1}))  # too little for any image
+def test_a_worker_that_fails_says_so_everywhere(monkeypatch):
+    mapper = Mapper(SMALL)
+    def broken(*_):
+        raise NativeError("device", "an illegal memory access was encountered; start it again")
+    monkeypatch.setattr(mapper._engine, "insert", broken)
     mapper.start()
     submit(mapper, frame(0))
     wait_for(lambda: mapper.status().state == "error")
-    assert "engine.vram_budget_mb" in mapper.status().last_error
+    assert "illegal memory access" in mapper.status().last_error
     submit(mapper, frame(1))
-    with pytest.raises(RuntimeError, match="has stopped.*vram_budget_mb"):
+    with pytest.raises(RuntimeError, match="has stopped.*illegal memory access"):
         mapper.command("save_map", "nowhere.ply").result(5)
     mapper.stop()
     counts = mapper.ledger.counts()
@@ -167,7 +171,7 @@ def test_every_chunk_is_in_every_snapshot_and_unchanged_ones_are_the_same_object
 def test_a_tight_budget_bounds_the_map_and_never_ends_it(budget_mb):
     camera = CAMERA.resized(160, 120)
     rng = np.random.default_rng(0)
-    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": budget_mb, "engine.sh_degree": 0, "insert.hole_spacing_px": 1.0, "train.steps_per_frame": 6}))
+    mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": budget_mb, "engine.max_gaussians": 80_000, "engine.sh_degree": 0, "insert.hole_spacing_px": 1.0, "train.steps_per_frame": 6}))
     for i in range(12):
         f = frame(i * 10)
         submit(mapper, replace(f, camera=camera, rgb=rng.integers(0, 256, (120, 160, 3), np.uint8), depth_m=np.full((120, 160), 2, np.float32)))

@@ -16,15 +16,27 @@ struct ArenaPlan {
   int64_t separate = 0;                               // what one buffer per row would take
 };
 
+// How an arena is laid out: for so many of everything, with the rows that begin up to phase `last`.
+struct Layout {
+  Counts capacity{};
+  int last = SPL_PHASE_ALWAYS;
+  ArenaPlan plan;
+  bool has(int first_phase) const { return first_phase <= last; }
+  bool holds(const Counts& need, int phase) const {
+    for (int k = 0; k < SPL_N_COUNTS; ++k) if (need[k] > capacity[k]) return false;
+    return phase <= last;
+  }
+};
+
 constexpr int64_t ARENA_ALIGN = 256;
 inline int64_t align_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Largest rows first, each at the lowest offset that is free during all of its phases.
-inline ArenaPlan plan_arena(const Counts& counts, int sh_degree, bool alias, bool canaries) {
+// Largest rows first, each at the lowest offset that is free during all of its phases. Rows that begin after phase `last` are left out.
+inline ArenaPlan plan_arena(const Counts& counts, int last, int sh_degree, bool alias, bool canaries) {
   struct Placed { int64_t begin, end; int first, last; };
   ArenaPlan plan;
   std::vector<int> order;
-  for (int row = SPL_N_OWN_ROWS; row < SPL_N_ROWS; ++row) order.push_back(row);
+  for (int row = SPL_N_OWN_ROWS; row < SPL_N_ROWS; ++row) if (row_info(row, sh_degree).first <= last) order.push_back(row);
   std::array<int64_t, SPL_N_ROWS> room{};
   for (int row : order) {
     const RowInfo info = row_info(row, sh_degree);

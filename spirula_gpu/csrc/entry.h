@@ -1,6 +1,7 @@
 // entry.h: the entry points of spirula.h, the same for both backends; included by one file of each (step.cpp, step.cu).
 // Nothing is thrown across them: a failure becomes a status and a text.
 #pragma once
+#include "forecast.h"
 #include "ops.h"
 #include "rows.h"
 
@@ -109,7 +110,7 @@ int64_t spl_constant(const char* name) {
 #undef X
 #define X(type) {"sizeof " #type, sizeof(type)},
       X(spl_create_params) X(spl_row) X(spl_gaussians) X(spl_view) X(spl_image) X(spl_gaussian_grads) X(spl_step)
-      X(spl_target) X(spl_hyper) X(spl_insert_params) X(spl_memory)
+      X(spl_target) X(spl_hyper) X(spl_insert_params) X(spl_memory) X(spl_workload)
 #undef X
       {"SPL_ABI_VERSION", SPL_ABI_VERSION}, {"SPL_N_ROWS", SPL_N_ROWS}, {"SPL_N_MAP_ROWS", SPL_N_MAP_ROWS}};
   for (const auto& t : table) if (name && !strcmp(t.name, name)) return t.value;
@@ -120,11 +121,7 @@ int spl_create(const spl_create_params* p, spl_ctx** out) {
   spl_ctx* c = new spl_ctx;
   try {
     if (!out) fail(SPL_E_ARGUMENT, "spl_create: out is NULL");
-    c->params = checked(p, "spl_create_params");
-    if (p->sh_degree < 0 || p->sh_degree > 3) fail(SPL_E_ARGUMENT, "sh_degree %d: must be 0..3", p->sh_degree);
-    if (p->max_gaussians < 1 || p->max_gaussians > UINT32_MAX) fail(SPL_E_ARGUMENT, "max_gaussians %lld: must be 1..%u", (long long)p->max_gaussians, UINT32_MAX);
-    if (p->threads < 0 || p->threads > 1024) fail(SPL_E_ARGUMENT, "threads %d: must be 0 (all cores) .. 1024", p->threads);
-    if (p->precision != SPL_FULL && p->precision != SPL_COMPACT) fail(SPL_E_ARGUMENT, "precision %d: must be %d (full) or %d (compact)", p->precision, SPL_FULL, SPL_COMPACT);
+    c->params = checked_create(p);
     open_context(*c);
     for (int r = 0; r < SPL_N_OWN_ROWS; ++r) c->map[r].reserve(c->map_bytes(r, c->most_gaussians()));
   } catch (const Failure& f) {
@@ -157,7 +154,7 @@ int spl_render(spl_ctx* ctx, const spl_view* view, const spl_image* out) {
     const View v = make_view(view, c.params.sh_degree);
     const spl_image& image = checked(out, "spl_image");
     begin_step(c);
-    forward(c, map_source(c), v, &image);
+    forward(c, map_source(c), v, SPL_RASTER, &image);
     copy_image(c, v, image);
     end_phases(c);
   });
@@ -169,7 +166,7 @@ int spl_forward(spl_ctx* ctx, const spl_gaussians* g, const spl_view* view, cons
     const View v = make_view(view, (int)g->sh_degree);
     const spl_image& image = checked(out, "spl_image");
     begin_step(c);
-    forward(c, s, v, &image);
+    forward(c, s, v, SPL_RASTER, &image);
     copy_image(c, v, image);
     end_phases(c);
   });
@@ -184,7 +181,7 @@ int spl_backward(spl_ctx* ctx, const spl_gaussians* g, const spl_view* view, con
     sink.grads = checked(out, "spl_gaussian_grads");
     if (s.n && !(sink.grads.means && sink.grads.quats && sink.grads.log_scales && sink.grads.logit_opacities && sink.grads.sh)) fail(SPL_E_ARGUMENT, "a gradient array is NULL");
     begin_step(c);
-    forward(c, s, v);
+    forward(c, s, v, SPL_PROJECT_BWD);
     begin_phase(c, SPL_LOSS);
     load_image_grads(c, v, upstream);
     raster_bwd(c, v);
@@ -202,7 +199,7 @@ int spl_train_step(spl_ctx* ctx, const spl_view* view, const spl_target* target,
     Sink sink;
     sink.hyper = &checked_hyper(hyper);
     begin_step(c);
-    forward(c, map_source(c), v);
+    forward(c, map_source(c), v, SPL_PROJECT_BWD);
     loss(c, v, t, *hyper);
     raster_bwd(c, v);
     project_bwd(c, map_source(c), v, sink);
@@ -231,7 +228,7 @@ int spl_loss(spl_ctx* ctx, const spl_view* view, const spl_image* image, const s
     checked_hyper(hyper);
     if (!in.rgb || !t.rgb || (t.depth && !(in.depth && in.alpha))) fail(SPL_E_ARGUMENT, "rgb of image and target must be given, and depth and alpha of the image if the target has depth");
     begin_step(c);
-    project(c, Source{}, v);
+    project(c, Source{}, v, SPL_LOSS);
     begin_phase(c, SPL_BIN);
     begin_phase(c, SPL_RASTER);
     load_image(c, v, in);
@@ -311,7 +308,7 @@ int spl_insert(spl_ctx* ctx, const spl_view* view, const spl_target* target, con
     check_insert(v, t, p);
     if (!n_new) fail(SPL_E_ARGUMENT, "spl_insert: n_new is NULL");
     begin_step(c);
-    forward(c, map_source(c), v);
+    forward(c, map_source(c), v, SPL_LOSS);
     *n_new = insert(c, v, t, p);
   });
 }
@@ -320,26 +317,19 @@ int spl_insert(spl_ctx* ctx, const spl_view* view, const spl_target* target, con
 int spl_report(spl_ctx* ctx, spl_row* rows, int32_t capacity, int32_t* n_rows) {
   return guarded(ctx, [&](spl_ctx& c) {
     if (!rows || !n_rows || capacity < SPL_N_ROWS + 1) fail(SPL_E_ARGUMENT, "spl_report needs room for %d rows", SPL_N_ROWS + 1);
-    int32_t n = 0;
-    for (int r = 0; r < SPL_N_ROWS; ++r) {
-      const RowInfo info = c.info(r);
-      if (!info.item_bytes) continue;
-      spl_row& o = rows[n++];
-      o = {};
-      snprintf(o.name, sizeof o.name, "%s", info.name);
-      o.category = info.category; o.count = info.count; o.first_phase = info.first; o.last_phase = info.last;
-      o.saved = info.saved; o.aliased = info.arena(); o.item_bytes = info.item_bytes;
-      o.used_bytes = c.used_bytes(r);
-      o.capacity_bytes = r < SPL_N_OWN_ROWS ? c.map[r].committed : 0;
-    }
-    spl_row& arena = rows[n++];
-    arena = {};
-    snprintf(arena.name, sizeof arena.name, "arena");
-    arena.category = SPL_OTHER;
-    arena.used_bytes = c.plan.separate;  // what the rows would take with a buffer each
-    arena.capacity_bytes = c.arena.committed;
-    *n_rows = n;
+    *n_rows = list_rows(c, rows);
   });
+}
+
+int spl_forecast(const spl_create_params* params, const spl_workload* work, spl_row* rows, int32_t capacity, int32_t* n_rows) {
+  try {
+    if (!rows || !n_rows || capacity < SPL_N_ROWS + 1) fail(SPL_E_ARGUMENT, "spl_forecast needs room for %d rows", SPL_N_ROWS + 1);
+    *n_rows = list_rows(forecast(checked_create(params), checked(work, "spl_workload")), rows);
+    return SPL_OK;
+  } catch (const Failure& f) {
+    create_error = f.text;
+    return f.status;
+  }
 }
 
 int spl_buffer(spl_ctx* ctx, const char* name, void** ptr, int64_t* bytes) {

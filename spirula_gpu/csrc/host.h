@@ -69,18 +69,19 @@ struct View {
 
 struct LossSums { double ssim, l1, depth; int64_t shown_px, depth_px; };  // over all pixels (and channels)
 
+struct Found { int64_t pairs = 0, isects = 0; };  // what a projection finds: camera-Gaussian pairs, splat-tile intersections
+
 // A training step whose end nobody has waited for: what describes it beside sums and times.
 struct Pending { bool any; int64_t n_pairs, n_isects, pixels; float ssim_weight, depth_weight; };
 
-struct Context {  // what a context of either backend owns
+struct Context : Layout {  // what a context of either backend owns; the Layout is its arena's
   spl_create_params params{};
   std::string error;
   int64_t n = 0;            // Gaussians in the map
   int64_t n_capacity = 0;   // with memory behind them
   Region map[SPL_N_OWN_ROWS];
   Region arena;
-  ArenaPlan plan;
-  Counts counts{}, capacity{};  // of the newest call; what the arena is laid out for
+  Counts counts{};          // of the newest call
   int phase = SPL_PHASE_ALWAYS;
   double ms[SPL_N_PHASES] = {};
   int64_t n_isects = 0;     // of the newest projection
@@ -102,7 +103,8 @@ struct Context {  // what a context of either backend owns
     const int64_t blocks = align_up(gaussians, SPL_OPT_BLOCK) / SPL_OPT_BLOCK;
     return (i.count == SPL_MAP_BLOCKS ? blocks : i.coded ? blocks * SPL_OPT_BLOCK : gaussians) * i.item_bytes;
   }
-  int64_t used_bytes(int r) const { return r < SPL_N_OWN_ROWS ? map_bytes(r, n) : counts[info(r).count] * item_bytes(r); }
+  int64_t used_bytes(int r) const { return r < SPL_N_OWN_ROWS ? map_bytes(r, n) : has(info(r).first) ? counts[info(r).count] * item_bytes(r) : 0; }
+  int64_t map_capacity(int64_t gaussians) const { return std::min(align_up(gaussians, SPL_GROW_GAUSSIANS), most_gaussians()); }  // that there is memory for then
   int64_t most_gaussians() const { return align_up(params.max_gaussians, SPL_OPT_BLOCK); }  // that there is ever memory for
   int64_t budget() const { return params.budget_bytes > 0 ? params.budget_bytes : INT64_MAX; }
 };
@@ -139,8 +141,8 @@ inline void commit(Context& c, Region& r, int64_t bytes, bool keep = true) {
 }
 
 inline void forget_arena(Context& c) {  // its rows hold nothing and are laid out anew
-  c.capacity = c.counts = Counts{};
-  c.plan = ArenaPlan{};
+  (Layout&)c = Layout{};
+  c.counts = Counts{};
 }
 
 // An arena of so many bytes, whose contents are lost. The address range is generous, so that growing keeps it where it is.
@@ -157,55 +159,60 @@ inline void resize_arena(Context& c, int64_t bytes) {
   }
 }
 
-// Grows the capacities and lays the arena out again; contents are lost. Capacities only grow, and what a call learns on
-// the way (blocks, pairs, intersections) gets headroom, unless the budget or the memory is too tight for either.
-inline void fit_arena(Context& c, const Counts& need) {
-  Counts capacity = c.capacity;
-  bool grow = c.arena.base == nullptr;
-  for (int k = 0; k < SPL_N_COUNTS; ++k) {
-    if (need[k] <= capacity[k]) continue;
-    const bool headroom = k == SPL_BLOCKS || k == SPL_PAIRS || k == SPL_ISECTS || k == SPL_KEY_BYTES;
-    capacity[k] = headroom ? need[k] + need[k] / 4 + 1024 : need[k];
-    grow = true;
+inline int64_t with_headroom(int64_t n) { return n + n / 4 + 1024; }
+
+// What the arena becomes when it is laid out for `need` and the phases up to `last`. Roomy: capacities only grow, and what calls learn
+// on the way (blocks, pairs, intersections) gets headroom. Else: what is needed now.
+inline Layout laid_out(const Context& c, const Counts& need, int last, bool roomy) {
+  Layout next;
+  next.capacity = need;
+  next.last = roomy ? std::max(last, c.last) : last;
+  for (int k = 0; roomy && k < SPL_N_COUNTS; ++k) {
+    const bool learnt = k == SPL_BLOCKS || k == SPL_PAIRS || k == SPL_ISECTS || k == SPL_KEY_BYTES;
+    next.capacity[k] = need[k] <= c.capacity[k] ? c.capacity[k] : learnt ? with_headroom(need[k]) : need[k];
   }
-  if (!grow) {
-    c.counts = need;
-    return;
-  }
-  const int64_t others = held_bytes(c) - c.arena.committed;
-  auto plan_for = [&](const Counts& counts) { return plan_arena(counts, c.params.sh_degree, c.params.arena_alias, c.params.arena_debug); };
-  ArenaPlan plan = plan_for(capacity);
-  bool roomy = others + Region::rounded(plan.total) <= c.budget();
-  if (roomy) {
+  next.plan = plan_arena(next.capacity, next.last, c.params.sh_degree, c.params.arena_alias, c.params.arena_debug);
+  return next;
+}
+
+inline int64_t held_with(const Context& c, const Layout& next) {  // bytes, if the arena were that
+  return held_bytes(c) - c.arena.committed + Region::rounded(next.plan.total);
+}
+
+inline Layout next_layout(const Context& c, const Counts& need, int last) {  // roomy, unless the budget is too tight for that
+  Layout next = laid_out(c, need, last, true);
+  return held_with(c, next) <= c.budget() ? next : laid_out(c, need, last, false);
+}
+
+// Lays the arena out again if it does not hold so much; contents are lost.
+inline void fit_arena(Context& c, const Counts& need, int last) {
+  if (!c.holds(need, last)) {
+    Layout next = next_layout(c, need, last);
+    if (held_with(c, next) > c.budget())
+      fail(SPL_E_CAPACITY, "this view needs %lld MiB of scratch beside %lld MiB of map (%lld visible pairs, %lld intersections) > budget %lld MiB; "
+           "raise engine.vram_budget_mb or render smaller images; `spirula forecast` says what fits", (long long)(next.plan.total >> 20),
+           (long long)((held_bytes(c) - c.arena.committed) >> 20), (long long)need[SPL_PAIRS], (long long)need[SPL_ISECTS], (long long)(c.budget() >> 20));
     try {
-      resize_arena(c, plan.total);
+      resize_arena(c, next.plan.total);
     } catch (const Failure& f) {
       if (f.status != SPL_E_MEMORY) throw;
-      roomy = false;
+      next = laid_out(c, need, last, false);
+      resize_arena(c, next.plan.total);
     }
+    (Layout&)c = next;
   }
-  if (!roomy) {
-    plan = plan_for(capacity = need);
-    if (others + Region::rounded(plan.total) > c.budget())
-      fail(SPL_E_CAPACITY, "this view needs %lld MiB of scratch beside %lld MiB of map (%lld visible pairs, %lld intersections) > budget %lld MiB; "
-           "raise engine.vram_budget_mb or render smaller images", (long long)(plan.total >> 20), (long long)(others >> 20),
-           (long long)need[SPL_PAIRS], (long long)need[SPL_ISECTS], (long long)(c.budget() >> 20));
-    resize_arena(c, plan.total);
-  }
-  c.plan = plan;
-  c.capacity = capacity;
   c.counts = need;
 }
 
 inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_E_CAPACITY
   if (n > c.params.max_gaussians)
     fail(SPL_E_CAPACITY, "%lld Gaussians > engine.max_gaussians %lld; raise it, prune, or relocate", (long long)n, (long long)c.params.max_gaussians);
-  const int64_t want = std::min(align_up(n, SPL_GROW_GAUSSIANS), c.most_gaussians());
+  const int64_t want = c.map_capacity(n);
   if (want <= c.n_capacity) return;
   int64_t after = c.arena.committed;
   for (int r = 0; r < SPL_N_OWN_ROWS; ++r) after += std::max(Region::rounded(c.map_bytes(r, want)), c.map[r].committed);
   if (after > c.budget())
-    fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate",
+    fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate; `spirula forecast` says what fits",
          (long long)n, (long long)(after >> 20), (long long)(c.budget() >> 20));
   try {
     for (int r = 0; r < SPL_N_OWN_ROWS; ++r) commit(c, c.map[r], std::max(c.map_bytes(r, want), c.map[r].committed));
@@ -218,7 +225,7 @@ inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_
 
 // Memory that the map no longer needs goes back, so that the arena may have it.
 inline void trim_map(Context& c) {
-  const int64_t want = std::min<int64_t>(align_up(c.n, SPL_GROW_GAUSSIANS), c.most_gaussians());
+  const int64_t want = c.map_capacity(c.n);
   if (want >= c.n_capacity) return;
   for (int r = 0; r < SPL_N_OWN_ROWS; ++r) c.map[r].commit(c.map_bytes(r, want));
   c.n_capacity = want;
@@ -244,22 +251,38 @@ template <class C> void check_and_poison(C& c, int phase) {
   }
 }
 
+// What a call needs of the counts that both backends have; pairs and intersections as far as they are known.
+inline Counts common_needs(const View& v, int64_t gaussians, const Found& found) {
+  Counts need{};
+  need[SPL_BLOCKS] = (gaussians * v.n_cameras + SPL_MASK_BLOCK - 1) / SPL_MASK_BLOCK + 1;
+  need[SPL_PIXELS] = v.pixels();
+  need[SPL_TILES] = v.tiles() + 1;
+  need[SPL_PAIRS] = found.pairs + 1;
+  need[SPL_ISECTS] = std::max<int64_t>(found.isects, 1);
+  return need;
+}
+
 // ---- arguments ----------------------------------------------------------------------------------------------------------
+inline View sized_view(int n_cameras, int width, int height) {  // without cameras
+  if (n_cameras < 1 || n_cameras > SPL_MAX_CAMERAS) fail(SPL_E_ARGUMENT, "n_cameras %d: must be 1..%d", n_cameras, (int)SPL_MAX_CAMERAS);
+  if (width < 1 || height < 1 || width > SPL_MAX_PX || height > SPL_MAX_PX)
+    fail(SPL_E_ARGUMENT, "image %dx%d: must be 1..%d pixels each way", width, height, (int)SPL_MAX_PX);
+  View out;
+  out.n_cameras = n_cameras; out.width = width; out.height = height;
+  out.tiles_x = (width + SPL_TILE_PX - 1) / SPL_TILE_PX;
+  out.tiles_y = (height + SPL_TILE_PX - 1) / SPL_TILE_PX;
+  if (out.tiles() > INT32_MAX) fail(SPL_E_ARGUMENT, "%lld tiles > %d: fewer cameras or smaller images", (long long)out.tiles(), INT32_MAX);
+  return out;
+}
+
 inline View make_view(const spl_view* given, int stored_sh_degree) {
   const spl_view& v = checked(given, "spl_view");
-  if (v.n_cameras < 1 || v.n_cameras > SPL_MAX_CAMERAS) fail(SPL_E_ARGUMENT, "n_cameras %d: must be 1..%d", v.n_cameras, (int)SPL_MAX_CAMERAS);
-  if (v.width < 1 || v.height < 1 || v.width > SPL_MAX_PX || v.height > SPL_MAX_PX)
-    fail(SPL_E_ARGUMENT, "image %dx%d: must be 1..%d pixels each way", v.width, v.height, (int)SPL_MAX_PX);
+  View out = sized_view(v.n_cameras, v.width, v.height);
   if (stored_sh_degree >= 0 && (v.sh_degree < 0 || v.sh_degree > stored_sh_degree))
     fail(SPL_E_ARGUMENT, "view.sh_degree %d: must be 0..%d, what is stored", v.sh_degree, stored_sh_degree);
   if (!v.viewmats || !v.Ks) fail(SPL_E_ARGUMENT, "viewmats and Ks must be given");
   if (!(v.blur_px2 >= 0) || !(v.near_m > 0)) fail(SPL_E_ARGUMENT, "blur_px2 %g must be >= 0 and near_m %g > 0", v.blur_px2, v.near_m);
-  View out;
-  out.n_cameras = v.n_cameras; out.width = v.width; out.height = v.height;
-  out.tiles_x = (v.width + SPL_TILE_PX - 1) / SPL_TILE_PX;
-  out.tiles_y = (v.height + SPL_TILE_PX - 1) / SPL_TILE_PX;
   out.sh_degree = v.sh_degree;
-  if (out.tiles() > INT32_MAX) fail(SPL_E_ARGUMENT, "%lld tiles > %d: fewer cameras or smaller images", (long long)out.tiles(), INT32_MAX);
   memcpy(out.background, v.background, sizeof out.background);
   for (int i = 0; i < v.n_cameras; ++i) {
     for (int k = 0; k < 16; ++k) if (!finite(v.viewmats[16 * i + k])) fail(SPL_E_ARGUMENT, "viewmats[%d] is not finite", i);
@@ -285,6 +308,15 @@ inline Source caller_source(const spl_gaussians* given) {
   const bool direct = g.sh_degree < 0;
   const int K = direct ? 1 : (int)((g.sh_degree + 1) * (g.sh_degree + 1));
   return {g.means, g.quats, g.log_scales, g.logit_opacities, g.sh, g.n, 3 * K, (g.flags & SPL_ACTIVATED) != 0, direct};
+}
+
+inline const spl_create_params& checked_create(const spl_create_params* given) {
+  const spl_create_params& p = checked(given, "spl_create_params");
+  if (p.sh_degree < 0 || p.sh_degree > 3) fail(SPL_E_ARGUMENT, "sh_degree %d: must be 0..3", p.sh_degree);
+  if (p.max_gaussians < 1 || p.max_gaussians > UINT32_MAX) fail(SPL_E_ARGUMENT, "max_gaussians %lld: must be 1..%u", (long long)p.max_gaussians, UINT32_MAX);
+  if (p.threads < 0 || p.threads > 1024) fail(SPL_E_ARGUMENT, "threads %d: must be 0 (all cores) .. 1024", p.threads);
+  if (p.precision != SPL_FULL && p.precision != SPL_COMPACT) fail(SPL_E_ARGUMENT, "precision %d: must be %d (full) or %d (compact)", p.precision, SPL_FULL, SPL_COMPACT);
+  return p;
 }
 
 inline const spl_hyper& checked_hyper(const spl_hyper* given) {

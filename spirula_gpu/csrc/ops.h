@@ -17,7 +17,9 @@ void begin_step(spl_ctx&);                         // new timings
 void use_stream(spl_ctx&, void* stream);
 
 // the pipeline
-void project(spl_ctx&, const Source&, const View&);            // mask, compact, tile counts; may re-plan the arena
+// What a call on so many Gaussians needs of everything. `have`: what the arena is laid out for. caller_floats: of the caller's arrays; pure host code, no device
+Counts needs_of(const spl_create_params&, const Counts& have, const View&, int64_t gaussians, int64_t caller_floats, const Found&);
+void project(spl_ctx&, const Source&, const View&, int last);  // mask, compact, tile counts; lays the arena out for the phases up to `last` where it is not
 void bin(spl_ctx&, const View&);                               // the pairs of each tile, front to back
 void raster(spl_ctx&, const View&, const spl_image* direct);   // rgb, depth, T, last; or straight into the arrays of `direct` that are on the device
 void loss(spl_ctx&, const View&, const spl_target&, const spl_hyper&);  // of the rows raster.*; leaves v_rgb, v_depth, v_alpha, and c.sums at end_phases
@@ -41,8 +43,8 @@ void* readable(spl_ctx&, int row, int64_t bytes);                            // 
 // Adds what the rendered rows lack of the target; returns how many.
 int64_t insert(spl_ctx&, const View&, const spl_target&, const spl_insert_params&);
 
-inline void forward(spl_ctx& c, const Source& g, const View& v, const spl_image* direct = nullptr) {
-  project(c, g, v);
+inline void forward(spl_ctx& c, const Source& g, const View& v, int last, const spl_image* direct = nullptr) {  // `last`: phase of the call
+  project(c, g, v, last);
   bin(c, v);
   raster(c, v, direct);
 }

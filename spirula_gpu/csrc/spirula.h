@@ -66,7 +66,7 @@ SPL_API int64_t spl_constant(const char* name);      /* any constant of layout.h
 SPL_API int spl_create(const spl_create_params*, spl_ctx** out);
 SPL_API void spl_destroy(spl_ctx*);
 SPL_API int spl_set_stream(spl_ctx*, void* cuda_stream); /* CUDA: work goes there from now on, it must live as long; NULL: the context's own; the legacy default stream is (void*)1 */
-SPL_API const char* spl_error(const spl_ctx*);       /* NULL: the last failed spl_create of this thread */
+SPL_API const char* spl_error(const spl_ctx*);       /* NULL: the last failed spl_create or spl_forecast of this thread */
 
 /* ---- memory: the one table of buffers (layout.h) ------------------------------------------------------------------ */
 typedef struct {
@@ -80,6 +80,18 @@ typedef struct {
   int64_t item_bytes;
   int64_t used_bytes, capacity_bytes;
 } spl_row;
+/* Before anything is allocated: what a new context with these parameters holds after such a call, laid out by the same functions. Rows as of
+ * spl_report; capacity_bytes, and the arena's, sum up to all memory of rows. With a budget: without headroom where that exceeds it, and
+ * the sum may then still exceed it: such a call would be refused. Opens no device. spl_error(NULL) says why it failed. CUDA: beside rows there
+ * are the device's own context, pinned host memory (spl_memory), and map edits, which take an arena of 32 MiB where they can get it. */
+typedef struct {
+  int64_t struct_size;
+  int64_t gaussians;      /* of the map */
+  int64_t pairs, isects;  /* as in spl_step, of the largest view; 0: estimated (forecast.h): so many are visible, and so many tiles are reached by each */
+  int32_t n_cameras, width, height;
+  int32_t train;          /* 1: training steps; 0: renders alone */
+} spl_workload;
+SPL_API int spl_forecast(const spl_create_params*, const spl_workload*, spl_row* rows, int32_t capacity, int32_t* n_rows);
 SPL_API int spl_report(spl_ctx*, spl_row* rows, int32_t capacity, int32_t* n_rows); /* all rows, then "arena" */
 SPL_API int spl_buffer(spl_ctx*, const char* name, void** ptr, int64_t* bytes);     /* for tests: a row as it is now */
 

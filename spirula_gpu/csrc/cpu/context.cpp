@@ -67,7 +67,8 @@ void measure(spl_ctx&, spl_memory& o) {
 }
 
 // ---- life cycle
-void open_context(spl_ctx& c) { c.threads = c.params.threads ? c.params.threads : omp_get_num_procs(); }
+int threads_of(const spl_create_params& p) { return p.threads ? p.threads : omp_get_num_procs(); }
+void open_context(spl_ctx& c) { c.threads = threads_of(c.params); }
 void close_context(spl_ctx&) {}
 void activate(spl_ctx&) {}
 void deactivate(spl_ctx&) {}

@@ -28,6 +28,7 @@ struct Region {
 }  // namespace spl
 
 #define SPL_BACKEND_NAME "cpu"
+#define SPL_FOUND_AT_ONCE 0  // the number of pairs is known before that of intersections
 #include "../host.h"
 
 struct spl_ctx : spl::Context {
@@ -41,3 +42,7 @@ struct spl_ctx : spl::Context {
 };
 
 #include "../ops.h"
+
+namespace spl {
+int threads_of(const spl_create_params&);
+}

@@ -87,30 +87,28 @@ static int64_t compact_pass(spl_ctx& c, const Source& s, const View& v, int64_t 
   return exclusive_scan(out.tiles, nnz);
 }
 
+Counts needs_of(const spl_create_params& p, const Counts&, const View& v, int64_t gaussians, int64_t, const Found& found) {
+  Counts need = common_needs(v, gaussians, found);
+  need[SPL_BINS] = (int64_t)threads_of(p) * 2048;
+  return need;
+}
+
 // The numbers of pairs and intersections are only known on the way. When the arena turns out too small it is laid out
 // again and the passes start over: rare, since capacities keep headroom and never shrink.
-void project(spl_ctx& c, const Source& s, const View& v) {
-  const int64_t pairs = s.n * v.n_cameras, blocks = (pairs + SPL_MASK_BLOCK - 1) / SPL_MASK_BLOCK;
-  Counts need{};
-  need[SPL_GAUSSIANS] = c.n_capacity;
-  need[SPL_BLOCKS] = blocks + 1;
-  need[SPL_PIXELS] = v.pixels();
-  need[SPL_TILES] = v.tiles() + 1;
-  need[SPL_BINS] = (int64_t)c.threads * 2048;
-  need[SPL_PAIRS] = need[SPL_ISECTS] = 1;
+void project(spl_ctx& c, const Source& s, const View& v, int last) {
+  Found found;
   for (;;) {
+    const Counts need = needs_of(c.params, c.capacity, v, s.n, 0, found);
     c.phase = SPL_PHASE_ALWAYS;
-    fit_arena(c, need);
+    fit_arena(c, need, last);
     begin_phase(c, SPL_PROJECT);
-    const int64_t nnz = mask_pass(c, s, v, blocks);
+    const int64_t blocks = need[SPL_BLOCKS] - 1, nnz = found.pairs = mask_pass(c, s, v, blocks);
     if (nnz >= UINT32_MAX) fail(SPL_E_CAPACITY, "%lld visible pairs > %u: fewer cameras per call", (long long)nnz, UINT32_MAX);
-    need[SPL_PAIRS] = nnz + 1;
-    if (need[SPL_PAIRS] > c.capacity[SPL_PAIRS]) continue;
-    const int64_t isects = compact_pass(c, s, v, blocks, nnz);
+    if (nnz >= c.capacity[SPL_PAIRS]) continue;
+    const int64_t isects = found.isects = compact_pass(c, s, v, blocks, nnz);
     if (isects >= UINT32_MAX) fail(SPL_E_CAPACITY, "%lld splat-tile intersections > %u: smaller images or fewer cameras per call", (long long)isects, UINT32_MAX);
-    need[SPL_ISECTS] = std::max<int64_t>(isects, 1);
-    if (need[SPL_ISECTS] > c.capacity[SPL_ISECTS]) continue;
-    c.counts = need;
+    if (isects > c.capacity[SPL_ISECTS]) continue;
+    c.counts = needs_of(c.params, c.capacity, v, s.n, 0, found);
     c.n_isects = isects;
     return;
   }

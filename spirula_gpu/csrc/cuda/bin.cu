@@ -14,7 +14,9 @@ struct Any {
   __device__ bool operator()(uint32_t) const { return true; }
 };
 
-int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
+// What CUB asks for; a forecast opens no device and cannot ask. So there is always at least what CUB's sorts need on compute capability 9.0:
+// 1 KiB per 6144 items and an eighth more.
+static int64_t cub_bytes(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
   size_t most = 0, bytes = 0;
   cub::DoubleBuffer<uint32_t> keys, values;
   cub::DoubleBuffer<uint16_t> short_keys;
@@ -29,7 +31,13 @@ int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pix
     most = std::max(most, bytes);
   }
   check(cub::DeviceSelect::If(nullptr, bytes, thrust::counting_iterator<uint32_t>(0), (uint32_t*)nullptr, (int64_t*)nullptr, pairs, Any{}), "sizing a selection");
-  return (int64_t)(std::max(most, bytes) + most / 8) / 8 + 1024;
+  most = std::max(most, bytes);
+  return (int64_t)(most + most / 8);
+}
+
+int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
+  const int64_t least = std::max({3 * std::max(pairs, isects) / 16, std::max({blocks, pairs, pixels}) / 32, (int64_t)32768});
+  return std::max(least, inside_a_call() ? cub_bytes(blocks, pairs, isects, pixels) : 0) / 8 + 1024;
 }
 
 int64_t scan(spl_ctx& c, int64_t* a, int64_t n) {

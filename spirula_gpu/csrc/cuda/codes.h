@@ -14,7 +14,7 @@ struct NewGaussians {  // raw parameters on the device, of Gaussian `first` of t
 void encode_new(spl_ctx&, const NewGaussians&, int64_t n);        // behind the first c.n; with those of the last block, if it needs another exponent
 void clear_new(spl_ctx&, int64_t n);                              // map.cu: rows behind the first c.n
 void clear_codes(spl_ctx&, int row, int64_t first, int64_t count);
-uint8_t* scratch(spl_ctx&, int64_t& bytes);                       // map.cu: `bytes`, or less where the budget leaves less
+uint8_t* scratch(spl_ctx&, int64_t& bytes);                       // map.cu: `bytes`, or less where budget or memory leave less
 
 // Gaussians first, first + 1, .. become those that `sources` names, all of them behind; `first` + sources.size() are there then.
 void keep_codes(spl_ctx&, int64_t first, const std::vector<uint32_t>& sources);

@@ -76,6 +76,11 @@ static void check(CUresult e, const char* what, int64_t bytes = 0) {  // bytes: 
 // ---- memory -------------------------------------------------------------------------------------------------------------
 constexpr int64_t CHUNK_BYTES = 16ll << 20;  // more than this is mapped in up to 16 pieces, so that shrinking has something to give back
 
+bool inside_a_call() {
+  CUdevice device = 0;
+  return driver().contexts && driver().current(&device) == CUDA_SUCCESS;
+}
+
 static CUdevice this_device() {
   CUdevice device = 0;
   check(driver().current(&device), "asking for the device");
@@ -95,10 +100,11 @@ static CUmemAllocationProp allocation_of(int device) {
   return p;
 }
 
-// Without paging too: cudaMalloc serves large pieces in pages of 2 MiB, and the report shall be what the driver says.
+// Without paging too: cudaMalloc serves large pieces in pages of 2 MiB, and the report shall be what the driver says. A forecast
+// has no device to ask; so far they all have such pages.
 int64_t Region::rounded(int64_t bytes) {
   size_t page = 0;
-  if (driver().paging) {
+  if (driver().paging && inside_a_call()) {
     const CUmemAllocationProp p = allocation_of(this_device());
     if (driver().granularity(&page, &p, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS) page = 0;
   }

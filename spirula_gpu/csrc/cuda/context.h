@@ -3,6 +3,7 @@
 #pragma once
 #define SPL_CUDA 1
 #define SPL_BACKEND_NAME "cuda"
+#define SPL_FOUND_AT_ONCE 1  // the numbers of pairs and intersections are known at the same time
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -89,6 +90,7 @@ void order_pairs(spl_ctx&, int64_t n);  // bin.cu: the first n pairs by depth; k
 void train_compact(spl_ctx&, const View&, const spl_hyper&);  // compact_bwd.cu: projection backward and Adam
 inline void launched(const char* kernel) { check(cudaGetLastError(), kernel); }
 bool on_device(const void*);  // false for NULL
+bool inside_a_call();         // a context is current: the runtime may be asked without opening a device
 // `from` where kernels can read it: itself if it is device memory, else copied to `row` (through pinned memory).
 const void* resident(spl_ctx&, void* row, const void* from, int64_t bytes);
 int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels);  // bin.cu: for SPL_BINS

@@ -17,14 +17,19 @@ __global__ void deactivate_kernel(float* scale, float* opacity, int64_t n) {
 
 // Between calls the arena holds nothing; here it serves as scratch.
 uint8_t* scratch(spl_ctx& c, int64_t& bytes) {
+  constexpr int64_t LEAST = 65536;
   if (c.arena.committed >= bytes) return c.arena.base;
   const int64_t room = c.budget() - (held_bytes(c) - c.arena.committed);
-  if (Region::rounded(bytes) > room) {
-    if (c.arena.committed < 65536) fail(SPL_E_CAPACITY, "no scratch memory is left below the budget of %lld MiB; raise engine.vram_budget_mb", (long long)(c.budget() >> 20));
-    bytes = c.arena.committed;
-    return c.arena.base;
+  if (Region::rounded(bytes) <= room) {
+    try {
+      resize_arena(c, bytes);
+    } catch (const Failure& f) {
+      if (f.status != SPL_E_MEMORY || c.arena.committed < LEAST) throw;
+    }
+  } else if (c.arena.committed < LEAST) {
+    fail(SPL_E_CAPACITY, "no scratch memory is left below the budget of %lld MiB; raise engine.vram_budget_mb", (long long)(c.budget() >> 20));
   }
-  resize_arena(c, bytes);
+  bytes = std::min(bytes, c.arena.committed);
   return c.arena.base;
 }
 constexpr int64_t SCRATCH_BYTES = 32ll << 20;

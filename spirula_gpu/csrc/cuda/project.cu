@@ -170,34 +170,32 @@ static Counters passes(spl_ctx& c, const Source& given, const View& v, int64_t p
   return found;
 }
 
-void project(spl_ctx& c, const Source& s, const View& v) {
+Counts needs_of(const spl_create_params&, const Counts& have, const View& v, int64_t gaussians, int64_t caller_floats, const Found& found) {
+  Counts need = common_needs(v, gaussians, found);
+  need[SPL_CAMERAS] = v.n_cameras + 1;
+  need[SPL_CALLER] = caller_floats;
+  need[SPL_KEY_BYTES] = need[SPL_ISECTS] * key_bytes(v);
+  need[SPL_BINS] = std::max<int64_t>(have[SPL_BINS], 1);
+  for (int k : {SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS})
+    if (need[k] > have[k]) need[SPL_BINS] = scratch_words(with_headroom(need[SPL_BLOCKS]), with_headroom(need[SPL_PAIRS]), with_headroom(need[SPL_ISECTS]), need[SPL_PIXELS]);
+  return need;
+}
+
+void project(spl_ctx& c, const Source& s, const View& v, int last) {
   const int64_t pairs = s.n * v.n_cameras, blocks = (pairs + SPL_MASK_BLOCK - 1) / SPL_MASK_BLOCK;
   if (blocks > INT32_MAX) fail(SPL_E_CAPACITY, "%lld camera-Gaussian pairs > %lld: fewer cameras per call", (long long)pairs, (long long)INT32_MAX * SPL_MASK_BLOCK);
   const bool mine = s.n && s.mean == c.row<float>(R_MEAN);
-  Counts need{};
-  need[SPL_GAUSSIANS] = c.n_capacity;
-  need[SPL_BLOCKS] = blocks + 1;
-  need[SPL_PIXELS] = v.pixels();
-  need[SPL_TILES] = v.tiles() + 1;
-  need[SPL_CAMERAS] = v.n_cameras + 1;
-  need[SPL_CALLER] = s.n && !mine ? caller_floats(s) : 0;
-  need[SPL_PAIRS] = need[SPL_ISECTS] = need[SPL_KEY_BYTES] = 1;
-  auto padded = [](int64_t n) { return n + n / 4 + 1024; };  // the headroom of fit_arena
+  const int64_t given_floats = s.n && !mine ? caller_floats(s) : 0;
+  Counts need = needs_of(c.params, c.capacity, v, s.n, given_floats, {});
   for (;;) {
     c.phase = SPL_PHASE_ALWAYS;
-    need[SPL_BINS] = std::max<int64_t>(c.capacity[SPL_BINS], 1);
-    for (int k : {SPL_BLOCKS, SPL_PAIRS, SPL_ISECTS, SPL_PIXELS})
-      if (need[k] > c.capacity[k]) need[SPL_BINS] = scratch_words(padded(need[SPL_BLOCKS]), padded(need[SPL_PAIRS]), padded(need[SPL_ISECTS]), need[SPL_PIXELS]);
-    fit_arena(c, need);
+    fit_arena(c, need, last);
     begin_phase(c, SPL_PROJECT);
     const Counters found = passes(c, s, v, pairs, blocks);
-    const int64_t isects = (int64_t)found.isects;
     if (found.nnz >= UINT32_MAX) fail(SPL_E_CAPACITY, "%lld visible pairs > %u: fewer cameras per call", (long long)found.nnz, UINT32_MAX);
-    need[SPL_PAIRS] = found.nnz + 1;
-    need[SPL_ISECTS] = std::max<int64_t>(isects, 1);
-    need[SPL_KEY_BYTES] = need[SPL_ISECTS] * key_bytes(v);
-    c.n_isects = isects;
-    if (need[SPL_PAIRS] <= c.capacity[SPL_PAIRS] && need[SPL_ISECTS] <= c.capacity[SPL_ISECTS] && need[SPL_KEY_BYTES] <= c.capacity[SPL_KEY_BYTES]) break;
+    c.n_isects = (int64_t)found.isects;
+    need = needs_of(c.params, c.capacity, v, s.n, given_floats, {found.nnz, c.n_isects});
+    if (c.holds(need, last)) break;
   }
   c.counts = need;
 }
