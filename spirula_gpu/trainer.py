@@ -1,4 +1,4 @@
-"""One step on one keyframe; insertion from one keyframe; pruning. The only writer of the Gaussians."""
+"""One step on one keyframe; insertion from one keyframe; pruning; the order of the map. The only writer of the Gaussians."""
 from __future__ import annotations
 
 import numpy as np
@@ -8,6 +8,7 @@ from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 
 ADAM_EPS = 1e-15
+SORT_STEPS = 100  # at least so many between two sorts: one costs about as much as ten steps
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
 
 
@@ -15,6 +16,8 @@ class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
+        self._unsorted = 0  # Gaussians that came or were relocated since the map was sorted ..
+        self._sort_at = 0   # .. which it is again from this step on
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
         self._rng = np.random.default_rng(config.engine.seed + 1)
 
@@ -40,6 +43,7 @@ class Trainer:
         p = self.config.prune
         if p.interval_steps and self.steps % p.interval_steps == 0:
             self.prune()
+        self._sort_when_due()
 
     def _hyper(self) -> Hyper:
         t = self.config.train
@@ -58,6 +62,7 @@ class Trainer:
         for attempt in range(ROOM_ATTEMPTS):
             try:
                 n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
+                self._unsorted += n
                 if not len(self.engine):
                     i = self.config.insert
                     self.hint = f"no Gaussian yet: no pixel has a depth between insert.min_depth_m {i.min_depth_m} and insert.max_depth_m {i.max_depth_m}"
@@ -99,7 +104,21 @@ class Trainer:
             return False
         src = self._rng.choice(len(error), size=len(dst), p=error / error.sum())
         self.engine.relocate(dst, src, self.config.prune.min_opacity)
+        self._unsorted += len(dst)
         return True
+
+    def _sort_when_due(self) -> None:
+        """Spatial order, once enough has come. Where scratch memory for it is not to be had, the map stays as it is until as much has come again."""
+        growth = self.config.train.sort_growth
+        if not growth or self.steps < self._sort_at or self._unsorted <= growth * len(self.engine):
+            return
+        self._unsorted, self._sort_at = 0, self.steps + SORT_STEPS
+        try:
+            self.engine.sort()
+        except NativeError as e:
+            if e.kind not in ("capacity", "memory"):
+                raise
+            self.hint = str(e)
 
     def _make_room(self, why: str) -> bool:
         """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others.
