@@ -8,7 +8,7 @@ from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 
 ADAM_EPS = 1e-15
-SORT_STEPS = 100  # at least so many between two sorts: one costs about as much as ten steps
+SORT_STEPS = 100  # at least so many between two sorts: one costs as much as a few steps
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
 
 
@@ -118,7 +118,7 @@ class Trainer:
         except NativeError as e:
             if e.kind not in ("capacity", "memory"):
                 raise
-            self.hint = str(e)
+            self.hint, self._running = str(e), None  # the loss of that step went with the refusal
 
     def _make_room(self, why: str) -> bool:
         """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others.
