@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 
+import numpy as np
 import torch
 
 from spirula_gpu import native
@@ -67,19 +68,55 @@ def load_engine(scene, n: int, light: bool, options: dict) -> native.Engine:
     return engine
 
 
-def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool, options: dict) -> dict:
+def narrowed(viewmats, Ks, means: np.ndarray, share: float):
+    """Ks [C,3,3] with focal lengths with which each camera has this share of the means [n,3] in its image."""
+    out = Ks.clone()
+    for V, K in zip(viewmats.numpy(), out.numpy()):
+        x, y, z = V[:3, :3] @ means.T + V[:3, 3:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            reach = np.where(z > 0, np.maximum(np.abs(x) / z * K[0, 0] / K[0, 2], np.abs(y) / z * K[1, 1] / K[1, 2]), np.inf)  # 1: the border
+        at = np.sort(reach)[max(round(share * len(reach)), 1) - 1]
+        if not np.isfinite(at):
+            raise SystemExit(f"--fov-share {share}: only {np.isfinite(reach).mean():.0%} of the Gaussians are in front of the camera; move it with --back")
+        K[[0, 1], [0, 1]] /= at
+    return out
+
+
+def sort_ms(engine: native.Engine) -> dict:
+    """Wall ms of sorting the map, and of finding that it is sorted."""
+    times, moved = [], []
+    for _ in range(2):
+        begin = time.perf_counter()
+        moved.append(engine.sort())
+        times.append(round((time.perf_counter() - begin) * 1e3, 2))
+    return dict(sort_ms=times[0], sort_again_ms=times[1], moved=moved[0])
+
+
+def blocks_seen(engine: native.Engine, cameras: int) -> float:
+    """Share of the map's blocks that the newest call saw something of."""
+    size = engine.constant("SPL_OPT_BLOCK") * cameras // 32
+    mask = engine.buffer("proj.mask", np.uint32)
+    words = -(-len(engine) * cameras // 32)
+    return float(np.pad(mask[:words], (0, -words % size)).reshape(-1, size).any(1).mean())
+
+
+def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool, options: dict, order: bool, share: float, back_m: float) -> dict:
     n, cameras, width, height = CASES[name]
     viewmats, Ks = scene.make_cameras(cameras, width, height)
+    viewmats[:, 2, 3] += back_m
     target = (scene.make_target(cameras, width, height) * 255).to(torch.uint8).cuda().contiguous()
     out = [torch.empty(cameras, height, width, *tail, device="cuda") for tail in ((3,), (), ())]
-    view = native.view_of(viewmats.numpy(), Ks.numpy(), width, height, 3)
     image = native.Image(rgb=out[0].data_ptr(), alpha=out[1].data_ptr(), depth=out[2].data_ptr())
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info()[0]
     with load_engine(scene, n, name.endswith("light"), options) as engine:
         torch.cuda.empty_cache()
+        sorting = sort_ms(engine) if order else {}
+        Ks = narrowed(viewmats, Ks, engine.read("map.mean"), share) if share else Ks
+        view = native.view_of(viewmats.numpy(), Ks.numpy(), width, height, 3)
         render = lambda: engine._check(engine._lib.spl_render(engine._ctx, ctypes.byref(view), ctypes.byref(image)))
         forward_ms, _ = median(render, warm_up, repeats)
+        blocks = blocks_seen(engine, cameras)
         forward_bytes = sum(r.capacity_bytes for r in engine.rows())
         hyper = native.Hyper(**RATES)
         step = lambda wait=True: engine.train_step(view, target, hyper, wait=wait)
@@ -90,7 +127,7 @@ def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool, options
         held = sum(r.capacity_bytes for r in rows) + arena.capacity_bytes
         mib = lambda b: round(b / 2**20, 2)
         mask_and_scan = sum(r.used_bytes for r in rows if r.name in (b"proj.mask", b"proj.scan"))
-        return dict(case=name, gaussians=n, cameras=cameras, width=width, height=height, pairs=stats.n_pairs, isects=stats.n_isects,
+        return dict(case=name, gaussians=n, cameras=cameras, width=width, height=height, pairs=stats.n_pairs, isects=stats.n_isects, blocks=round(blocks, 4), **sorting,
                     forward_ms=round(forward_ms, 4), step_ms=round(step_ms, 4), train_ms=round(deferred_ms, 4), step_phases_ms=phases, kernels_ms=kernel_ms(step) if kernels else {}, loss=stats.loss, alpha=float(out[1].mean()),
                     mask_and_scan_mib=mib(mask_and_scan), engine_mib=mib(held), engine_forward_mib=mib(forward_bytes), arena_mib=mib(arena.capacity_bytes), arena_separate_mib=mib(arena.used_bytes),
                     driver_mib=mib(free_before - torch.cuda.mem_get_info()[0]))
@@ -104,6 +141,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--kernels", action="store_true", help="per-kernel times of the step")
     parser.add_argument("--precision", default="full", choices=native.PRECISIONS)
+    parser.add_argument("--sorted", action="store_true", help="sort the map first, and time that")
+    parser.add_argument("--fov-share", type=float, default=0, help="focal lengths with which the image has this share of the Gaussians' centres; 0: the scene's")
+    parser.add_argument("--back", type=float, default=0, help="m; cameras this much further back along their axis")
     parser.add_argument("--no-alias", action="store_true", help="every arena row has bytes of its own")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", help="JSON file")
@@ -113,12 +153,13 @@ def main() -> None:
     spec.loader.exec_module(scene)
     rows, options = [], dict(arena_alias=not args.no_alias, precision=args.precision)
     for name in args.cases.split(","):
-        rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options))
-        print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,}  isects {r['isects']:,}  "
+        rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options, args.sorted, args.fov_share, args.back))
+        print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,} ({r['pairs'] / r['gaussians'] / r['cameras']:.1%})  blocks {r['blocks']:.1%}  isects {r['isects']:,}  "
+              + (f"sort {r['sort_ms']} ms (again {r['sort_again_ms']})  " if args.sorted else "")
               + "  ".join(f"{k} {v:.3f}" for k, v in r["step_phases_ms"].items()), flush=True)
         for kernel, ms in list(r["kernels_ms"].items())[:20]:
             print(f"          {ms:8.4f} ms  {kernel}", flush=True)
-    result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__, engine=options,
+    result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__, engine=options, sorted=args.sorted, fov_share=args.fov_share, back_m=args.back,
                   warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
     if args.out:
         with open(args.out, "w") as file:

@@ -70,6 +70,7 @@ class TrainConfig:
     sh_interval_steps: int = param(300, "steps", "one more SH degree is trained after this many steps", 0, 1_000_000, True)
     opacity_reg: float = param(0.0, "", "weight of the mean opacity of visible Gaussians", 0, 1, True)
     scale_reg: float = param(0.0, "", "weight of the mean size of visible Gaussians, relative to their depth", 0, 1, True)
+    sort_growth: float = param(0.1, "", "bring the map into spatial order, which makes steps cheaper, when this share of it came since the last time; 0 = never", 0, 1, True)
     blur_px2: float = param(0.3, "px^2", "added to every screen covariance", 0, 10)
 
 

@@ -1,4 +1,4 @@
-"""One step on one keyframe; insertion from one keyframe; pruning. The only writer of the Gaussians."""
+"""One step on one keyframe; insertion from one keyframe; pruning; the order of the map. The only writer of the Gaussians."""
 from __future__ import annotations
 
 import numpy as np
@@ -8,6 +8,7 @@ from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 
 ADAM_EPS = 1e-15
+SORT_STEPS = 100  # at least so many between two sorts: one costs as much as a few steps
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
 PATIENCE = 20      # steps that others' memory has cost in a row, after which the map makes no more room for them (0.95^20 = 36 % are left)
 
@@ -22,6 +23,8 @@ class Trainer:
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
         self._lost = 0   # steps in a row that had no memory
+        self._unsorted = 0  # Gaussians that came or were relocated since the map was sorted ..
+        self._sort_at = 0   # .. which it is again from this step on
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
         self._resumed_loss: float | None = None  # of `_running`, when that step was made before a checkpoint
         self._rng = np.random.default_rng(config.engine.seed + 1)
@@ -54,17 +57,20 @@ class Trainer:
         p = self.config.prune
         if p.interval_steps and self.steps % p.interval_steps == 0:
             self.prune()
+        self._sort_when_due()
 
     def state(self) -> dict:
         """What a checkpoint keeps beside the map, for JSON. Waits for the step that runs; its loss still counts with the next one."""
         running = None
         if self._running:
             running = dict(id=self._running.id, loss=repr(self.engine.last_step().loss if self._resumed_loss is None else self._resumed_loss))
-        return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state)
+        return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state,
+                    unsorted=self._unsorted, sort_at=self._sort_at)
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
+        self._unsorted, self._sort_at = int(state["unsorted"]), int(state["sort_at"])
         if (running := state["running"]) is not None:  # it may have left the keyframes: then only the mean loss hears of it
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
@@ -91,6 +97,7 @@ class Trainer:
         for attempt in range(ROOM_ATTEMPTS):
             try:
                 n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
+                self._unsorted += n
                 if not len(self.engine):
                     i = self.config.insert
                     self.hint = f"no Gaussian yet: no pixel has a depth between insert.min_depth_m {i.min_depth_m} and insert.max_depth_m {i.max_depth_m}"
@@ -138,10 +145,28 @@ class Trainer:
             return False
         src = self._rng.choice(len(error), size=len(dst), p=error / error.sum())
         self.engine.relocate(dst, src, self.config.prune.min_opacity)
+        self._unsorted += len(dst)
         return True
 
     def _make_room(self) -> None:
         """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others."""
+    def _sort_when_due(self) -> None:
+        """Spatial order, once enough has come. Where scratch memory for it is not to be had, the map stays as it is until as much has come again."""
+        growth = self.config.train.sort_growth
+        if not growth or self.steps < self._sort_at or self._unsorted <= growth * len(self.engine):
+            return
+        self._unsorted, self._sort_at = 0, self.steps + SORT_STEPS
+        try:
+            self.engine.sort()
+        except NativeError as e:
+            if e.kind not in ("capacity", "memory"):
+                raise
+            self.hint, self._running = str(e), None  # the loss of that step went with the refusal
+
+    def _make_room(self, why: str) -> bool:
+        """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others.
+        False: there is nothing to remove."""
+        self.hint = why
         n = len(self.engine)
         if not (self.config.prune.relocate and n):
             return

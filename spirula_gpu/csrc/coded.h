@@ -6,6 +6,11 @@ namespace spl {
 
 struct GroupInfo { int row, first, count; };  // its elements of the row
 constexpr GroupInfo GROUPS[SPL_N_GROUPS] = {{R_QUAT, 0, 4}, {R_LOG_SCALE, 0, 3}, {R_OPACITY, 0, 1}, {R_SH, 0, 3}, {R_SH, 3, 9}, {R_SH, 12, 15}, {R_SH, 27, 21}};
+inline int first_group(int row) {
+  int group = 0;
+  while (GROUPS[group].row != row) ++group;
+  return group;
+}
 
 // What one block holds of a row of parameters. Its first `lanes` Gaussians exist.
 struct CodedBlock { int16_t* codes; int8_t* exponents; int lanes; };

@@ -300,6 +300,13 @@ int spl_map_relocate(spl_ctx* ctx, int64_t n_moves, const int64_t* dst, const in
   });
 }
 
+int spl_map_sort(spl_ctx* ctx, int64_t* n_moved) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    if (!n_moved) fail(SPL_E_ARGUMENT, "spl_map_sort: n_moved is NULL");
+    *n_moved = sort_rows(c);
+  });
+}
+
 int spl_insert(spl_ctx* ctx, const spl_view* view, const spl_target* target, const spl_insert_params* params, int64_t* n_new) {
   return guarded(ctx, [&](spl_ctx& c) {
     const View v = make_view(view, c.params.sh_degree);

@@ -38,6 +38,7 @@ void get(spl_ctx&, void* to, const void* row, int64_t bytes);
 void append_rows(spl_ctx&, const Source&, int32_t owner);                    // behind the first c.n, memory is there
 int64_t keep_rows(spl_ctx&, const uint8_t* keep);                            // -> how many
 void move_rows(spl_ctx&, const std::vector<int>& times, int64_t n_moves, const int64_t* dst, const int64_t* src, float min_opacity);
+int64_t sort_rows(spl_ctx&);                                                 // by order.h -> how many come from another place
 void* readable(spl_ctx&, int row, int64_t bytes);                            // for tests: the row, where the host can read it
 
 // Adds what the rendered rows lack of the target; returns how many.

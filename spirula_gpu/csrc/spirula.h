@@ -133,6 +133,10 @@ SPL_API int spl_map_keep(spl_ctx*, const uint8_t* keep_host, int64_t* n_kept);  
 /* Move n_moves Gaussians onto better ones: dst takes src's parameters, both get the opacity and scale that leave the
  * rendered sum unchanged (Kheradmand et al. 2024, eq. 9); dst's Adam state is zeroed. */
 SPL_API int spl_map_relocate(spl_ctx*, int64_t n_moves, const int64_t* dst_host, const int64_t* src_host, float min_opacity);
+/* All rows into the order of the Morton curve through the means, so that what a view sees lies together (order.h); what is equal keeps its order, what
+ * is not finite comes last. n_moved: Gaussians that are at another index now; 0: nothing was touched. Compact: rounds to the nearest code where a block
+ * gets a larger exponent. Takes 16 bytes a Gaussian of scratch (arena) while it works; where they are not to be had (SPL_E_CAPACITY, SPL_E_MEMORY) the map is as it was. */
+SPL_API int spl_map_sort(spl_ctx*, int64_t* n_moved);
 
 /* ---- rendering ------------------------------------------------------------------------------------------------------ */
 typedef struct {

@@ -3,6 +3,7 @@
 #include "codes.h"
 #include "../coded.h"
 #include "../gaussian.h"
+#include "../order.h"
 
 namespace spl {
 
@@ -18,9 +19,7 @@ struct ParameterRow {
 constexpr int PARAMETER_ROWS[] = {R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH};
 
 static ParameterRow parameter_row(spl_ctx& c, int r) {
-  int group = 0;
-  while (GROUPS[group].row != r) ++group;
-  return {c.row<int16_t>(r), c.row<int8_t>(R_EXPONENTS), (int)c.item_bytes(r) / 2, group, r == R_SH ? c.params.sh_degree + 1 : 1};
+  return {c.row<int16_t>(r), c.row<int8_t>(R_EXPONENTS), (int)c.item_bytes(r) / 2, first_group(r), r == R_SH ? c.params.sh_degree + 1 : 1};
 }
 
 __device__ __forceinline__ float block_max(float x, float* by_warp) {  // of values >= 0
@@ -259,6 +258,61 @@ void move_codes(spl_ctx& c, const std::vector<int>& times, int64_t n_moves, cons
         launched("clear_some_kernel");
       });
   });
+}
+
+// ---- another order ------------------------------------------------------------------------------------------------------------------------
+// `after` holds the exponents as they are; of blocks in which something comes from elsewhere they become as small as their Gaussians allow.
+__global__ void __launch_bounds__(THREADS) sorted_exponents_kernel(ParameterRow row, const uint32_t* order, int64_t n, int8_t* after) {
+  __shared__ float by_warp[THREADS / 32];
+  const int64_t i = thread_id(), source = i < n ? order[i] : i;
+  if (!__syncthreads_or(source != i)) return;
+  for (int g = row.group; g < row.group + row.groups; ++g) {
+    const int l = g - SPL_G_SH, begin = l < 0 ? 0 : band_begin(l), end = l < 0 ? row.K : band_begin(l + 1);
+    float largest = 0;
+    if (i < n) for (int k = begin; k < end; ++k) largest = fmaxf(largest, fabsf(row.decoded(source, k, g)));
+    largest = block_max(largest, by_warp);
+    if (threadIdx.x == 0) after[blockIdx.x * (int64_t)SPL_EXPONENTS + g] = (int8_t)exponent_for(largest, g);
+    __syncthreads();  // by_warp is read
+  }
+}
+
+// Elements first .. first + count of K, of all Gaussians in order, to `out` as if a row had `count`; a block of threads per block.
+template <class T, class Change> __global__ void __launch_bounds__(THREADS) sorted_elements_kernel(const T* row, int K, int first, int count, const uint32_t* order, int64_t n, T* out, Change change) {
+  const int64_t i = thread_id();
+  if (i >= n) return;
+  const int64_t source = order[i];
+  for (int k = 0; k < count; ++k) out[place(i, k, count)] = change(row[place(source, first + k, K)], source, i, first + k);
+}
+template <class T> __global__ void __launch_bounds__(THREADS) store_elements_kernel(const T* from, int count, int64_t n, T* row, int K, int first) {
+  const int64_t i = thread_id();
+  if (i < n) for (int k = 0; k < count; ++k) row[place(i, first + k, K)] = from[place(i, k, count)];
+}
+
+template <class T, class Change> static void sort_elements(spl_ctx& c, T* row, int K, const uint32_t* order, uint8_t* room, int64_t room_bytes, Change change) {
+  const unsigned blocks = (unsigned)blocks_of(c.n);
+  const int step = at_a_time(room_bytes, blocks * (int64_t)THREADS * sizeof(T), K);
+  for (int first = 0; first < K; first += step) {
+    const int count = std::min(step, K - first);
+    sorted_elements_kernel<<<blocks, THREADS, 0, c.stream>>>(row, K, first, count, order, c.n, (T*)room, change);
+    launched("sorted_elements_kernel");
+    store_elements_kernel<<<blocks, THREADS, 0, c.stream>>>((const T*)room, count, c.n, row, K, first);
+    launched("store_elements_kernel");
+  }
+}
+
+void sort_codes(spl_ctx& c, const uint32_t* order, int8_t* after, uint8_t* room, int64_t room_bytes) {
+  int8_t* before = c.row<int8_t>(R_EXPONENTS);
+  const int64_t bytes = c.map_bytes(R_EXPONENTS, c.n);
+  check(cudaMemcpyAsync(after, before, bytes, cudaMemcpyDeviceToDevice, c.stream), "copying exponents");
+  for (int r : PARAMETER_ROWS) {
+    const ParameterRow row = parameter_row(c, r);
+    sorted_exponents_kernel<<<(unsigned)blocks_of(c.n), THREADS, 0, c.stream>>>(row, order, c.n, after);
+    launched("sorted_exponents_kernel");
+    sort_elements(c, row.codes, row.K, order, room, room_bytes, Recode{before, after, row.group, r == R_SH});
+  }
+  check(cudaMemcpyAsync(before, after, bytes, cudaMemcpyDeviceToDevice, c.stream), "copying exponents");
+  for (int r = R_M_MEAN; r <= R_V_SH; ++r)
+    with_moments(c, r, [&](auto* row, int K) { sort_elements(c, row, K, order, room, room_bytes, AsItIs{}); });
 }
 
 }  // namespace spl

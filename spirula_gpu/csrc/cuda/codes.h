@@ -20,5 +20,7 @@ uint8_t* scratch(spl_ctx&, int64_t& bytes);                       // map.cu: `by
 void keep_codes(spl_ctx&, int64_t first, const std::vector<uint32_t>& sources);
 // Opacity and scale of what is drawn times[i] > 1 times; then the parameters of dst[i] become those of src[i], its moments zero.
 void move_codes(spl_ctx&, const std::vector<int>& times, int64_t n_moves, const int64_t* dst, const int64_t* src, float min_opacity);
+// Gaussian i becomes what order[i] was, for all. `after`: room for the exponents; `room`: see ../order.h.
+void sort_codes(spl_ctx&, const uint32_t* order, int8_t* after, uint8_t* room, int64_t room_bytes);
 
 }  // namespace spl
