@@ -5,7 +5,14 @@
 scene.py offers make_scene(N, size=, dev=), make_cameras(C, W, H), make_target(C, W, H) and SIZE_LIGHT. Wall milliseconds
 of whole calls, which end with the device idle; medians after a warm-up. `train` is the same step as a trainer runs it: the end
 of a step is not waited for (wait=False), mean of the repeats, the last one waited for. Learning rates are tiny, so that the load
-stays. Targets and rendered images are on the device. --kernels lists the time of every kernel of the step. Needs torch with CUDA."""
+stays. Targets and rendered images are on the device. --kernels lists the time of every kernel of the step.
+--sorted brings the map into spatial order first (the scenes have none) and times that. --fov-share sets the focal lengths so that this
+share of the Gaussians' centres is in the image. `blocks`: the share of the map's blocks of 256 of which something is visible. 5 % against all:
+
+    python bench/bench_step.py --scene ../shared/bench/scene.py --cases 10M --sorted --fov-share 0.05
+    python bench/bench_step.py --scene ../shared/bench/scene.py --cases 10M --sorted --fov-share 1 --back 100
+
+Needs torch with CUDA."""
 import argparse
 import ctypes
 import datetime
@@ -154,13 +161,14 @@ def main() -> None:
     rows, options = [], dict(arena_alias=not args.no_alias, precision=args.precision)
     for name in args.cases.split(","):
         rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options, args.sorted, args.fov_share, args.back))
-        print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  pairs {r['pairs']:,} ({r['pairs'] / r['gaussians'] / r['cameras']:.1%})  blocks {r['blocks']:.1%}  isects {r['isects']:,}  "
+        print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  "
+              f"pairs {r['pairs']:,} ({r['pairs'] / r['gaussians'] / r['cameras']:.1%})  blocks {r['blocks']:.1%}  isects {r['isects']:,}  "
               + (f"sort {r['sort_ms']} ms (again {r['sort_again_ms']})  " if args.sorted else "")
               + "  ".join(f"{k} {v:.3f}" for k, v in r["step_phases_ms"].items()), flush=True)
         for kernel, ms in list(r["kernels_ms"].items())[:20]:
             print(f"          {ms:8.4f} ms  {kernel}", flush=True)
-    result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__, engine=options, sorted=args.sorted, fov_share=args.fov_share, back_m=args.back,
-                  warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
+    result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__, engine=options,
+                  sorted=args.sorted, fov_share=args.fov_share, back_m=args.back, warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(result, file, indent=1)

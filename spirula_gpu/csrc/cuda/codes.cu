@@ -277,7 +277,8 @@ __global__ void __launch_bounds__(THREADS) sorted_exponents_kernel(ParameterRow 
 }
 
 // Elements first .. first + count of K, of all Gaussians in order, to `out` as if a row had `count`; a block of threads per block.
-template <class T, class Change> __global__ void __launch_bounds__(THREADS) sorted_elements_kernel(const T* row, int K, int first, int count, const uint32_t* order, int64_t n, T* out, Change change) {
+template <class T, class Change>
+__global__ void __launch_bounds__(THREADS) sorted_elements_kernel(const T* row, int K, int first, int count, const uint32_t* order, int64_t n, T* out, Change change) {
   const int64_t i = thread_id();
   if (i >= n) return;
   const int64_t source = order[i];
