@@ -148,8 +148,6 @@ class Trainer:
         self._unsorted += len(dst)
         return True
 
-    def _make_room(self) -> None:
-        """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others."""
     def _sort_when_due(self) -> None:
         """Spatial order, once enough has come. Where scratch memory for it is not to be had, the map stays as it is until as much has come again."""
         growth = self.config.train.sort_growth
@@ -159,14 +157,13 @@ class Trainer:
         try:
             self.engine.sort()
         except NativeError as e:
-            if e.kind not in ("capacity", "memory"):
+            if not refused(e):
                 raise
-            self.hint, self._running = str(e), None  # the loss of that step went with the refusal
+            self.hint = str(e)
+            self._running = self._resumed_loss = None  # the loss of that step went with the refusal
 
-    def _make_room(self, why: str) -> bool:
-        """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others.
-        False: there is nothing to remove."""
-        self.hint = why
+    def _make_room(self) -> None:
+        """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others."""
         n = len(self.engine)
         if not (self.config.prune.relocate and n):
             return

@@ -18,13 +18,13 @@ from spirula_gpu.native import Engine, Hyper, NativeError, forecast, largest_map
 from spirula_ros import cli
 from test_mapper import CAMERA, SMALL, frame, submit, wait_for
 
-HYPER = Hyper(ssim_weight=0.2, lr_mean=1e-4)
+HYPER = Hyper(ssim_weight=0.2, lr_mean=1e-4, beta1=0.9, beta2=0.999, eps=1e-15)
 MiB = 1 << 20
 
 
-def filled(backend, n, sh_degree=3, **engine) -> Engine:
+def filled(backend, n, sh_degree=3, size=(0.02, 0.4), **engine) -> Engine:
     e = Engine(backend, sh_degree=sh_degree, threads=2, **engine)
-    g = gaussians(n, sh_degree)
+    g = gaussians(n, sh_degree, size=size)
     e.append(g.means, g.quats, np.log(g.scales), np.zeros(n), g.sh)
     return e
 
@@ -33,8 +33,8 @@ def view(width, height, n_cameras=1):
     return native.view_of(*cameras(n_cameras, width, height), width, height, 0)
 
 
-def train(engine, width, height, n_cameras=1, wait=True):
-    return engine.train_step(view(width, height, n_cameras), np.full((n_cameras, height, width, 3), 90, np.uint8), HYPER, wait=wait)
+def train(engine, width, height, n_cameras=1):
+    return engine.train_step(view(width, height, n_cameras), np.full((n_cameras, height, width, 3), 90, np.uint8), HYPER)
 
 
 def assert_foreseen(report, expected, backend):
@@ -87,7 +87,7 @@ def test_with_a_budget_it_is_served_as_foreseen_or_refused(n, share, backend):
 @pytest.mark.parametrize("precision", ["full", "compact"])
 def test_the_largest_map_fits_and_a_larger_one_does_not(precision, backend):
     budget, size = (30 if backend == "cpu" else 300) * MiB, (160, 120)
-    e = dict(sh_degree=1, precision=precision)
+    e = dict(sh_degree=1, precision=precision, max_gaussians=10_000_000)
     with filled(backend, 20_000, **e) as engine:
         stats = train(engine, *size)
     per = (stats.n_pairs / 20_000, stats.n_isects / 20_000)
@@ -171,12 +171,12 @@ def test_the_estimates_in_the_synthetic_room(backend):
 # ---- what only training needs
 
 def test_a_render_pays_for_no_training(backend):
-    n, width, height = 20_000, 320, 240
-    with filled(backend, n) as engine, filled(backend, n) as trained:
+    n, width, height, small = 20_000, 640, 480, (0.002, 0.005)  # pixels count, not pairs
+    with filled(backend, n, size=small) as engine, filled(backend, n, size=small) as trained:
         engine.render(view(width, height))
         rows, arena = {r.name: r for r in engine.vram().rows}, engine.vram().categories["other"][1]
-        stats = train(trained, width, height)
-        assert arena < 0.7 * trained.vram().categories["other"][1]
+        train(trained, width, height)
+        assert arena < 0.6 * trained.vram().categories["other"][1]
         for name, row in rows.items():
             assert (row.used == 0) == name.startswith(("loss.", "raster_bwd.", "target.", "caller.", "view.v_", "proj.heads")) or row.category == "splat" or name == "map.exponents", name
             if row.aliased and not row.used:
@@ -214,15 +214,14 @@ def test_calls_in_any_order_are_what_each_is_alone(calls, alias, backend):
             assert arena >= held
             held = arena
             with filled(backend, n, arena_alias=alias, sh_degree=1) as other:  # in an arena that is laid out for training from the start
-                train_first = native.Hyper()
-                other.train_step(view(width, height), np.zeros((1, height, width, 3), np.uint8), train_first)
+                train(other, width, height)
                 other.keep(np.zeros(len(other), bool))
                 g = gaussians(n, 1)
                 other.append(g.means, g.quats, np.log(g.scales), np.zeros(n), g.sh)
                 for c in before:
                     expected = run(other, c)
             for a, b in zip(got, expected):
-                np.testing.assert_allclose(a, b, rtol=0 if backend == "cpu" else 1e-4, atol=0 if backend == "cpu" else 1e-4)
+                np.testing.assert_allclose(a, b, rtol=0 if backend == "cpu" else 1e-3, atol=0 if backend == "cpu" else 1e-3, equal_nan=False)  # CUDA: sums of atomics
 
 
 # ---- the mapper at its budget

@@ -14,8 +14,7 @@ struct Any {
   __device__ bool operator()(uint32_t) const { return true; }
 };
 
-// What CUB asks for; a forecast opens no device and cannot ask. So there is always at least what CUB's sorts need on compute capability 9.0:
-// 1 KiB per 6144 items and an eighth more.
+// What CUB asks for and an eighth more; a forecast opens no device and cannot ask.
 static int64_t cub_bytes(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
   size_t most = 0, bytes = 0;
   cub::DoubleBuffer<uint32_t> keys, values;
@@ -36,7 +35,8 @@ static int64_t cub_bytes(int64_t blocks, int64_t pairs, int64_t isects, int64_t 
 }
 
 int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels) {
-  const int64_t least = std::max({3 * std::max(pairs, isects) / 16, std::max({blocks, pairs, pixels}) / 32, (int64_t)32768});
+  // So there is always at least what that is on compute capability 9.0: sorts take 1 KiB per 6144 items and some tables, scans and selections less.
+  const int64_t least = std::max(3 * std::max(pairs, isects) / 16, std::max({blocks, pairs, pixels}) / 32) + 32768;
   return std::max(least, inside_a_call() ? cub_bytes(blocks, pairs, isects, pixels) : 0) / 8 + 1024;
 }
 

@@ -191,7 +191,9 @@ void Region::commit(int64_t bytes, bool keep) {
   if (bytes == committed) return;
   check(cudaDeviceSynchronize(), "before memory changes");
   if (!paged) return reallocate(*this, bytes, keep);
-  if (bytes > committed) grow_pages(*this, bytes); else shrink_pages(*this, bytes);
+  if (bytes < committed) shrink_pages(*this, bytes);
+  if (bytes < committed && !keep) shrink_pages(*this, chunks.back().begin);  // the piece that reaches beyond comes back smaller
+  if (bytes > committed) grow_pages(*this, bytes);
   check(cudaDeviceSynchronize(), "clearing new memory");  // another stream uses it next
 }
 
