@@ -38,12 +38,9 @@ class Trainer:
         try:
             stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m, wait=False)
         except NativeError as e:
-            if not refused(e):
-                raise
-            self._running = self._resumed_loss = None
+            self._refused(e)
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
             self._lost += 1
-            self.hint = str(e)
             if e.kind == "capacity" or not self.starved:
                 self._make_room()
             return
@@ -75,6 +72,12 @@ class Trainer:
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
 
+    def _refused(self, error: NativeError) -> None:
+        """There was no memory, which `hint` says; anything else is raised. The loss of the step that ran goes with the refusal."""
+        if not refused(error):
+            raise error
+        self.hint, self._running, self._resumed_loss = str(error), None, None
+
     @property
     def starved(self) -> bool:
         """There is no memory for a step, whatever the map gives up."""
@@ -103,9 +106,7 @@ class Trainer:
                     self.hint = f"no Gaussian yet: no pixel has a depth between insert.min_depth_m {i.min_depth_m} and insert.max_depth_m {i.max_depth_m}"
                 return n
             except NativeError as e:
-                if not refused(e):
-                    raise
-                self.hint = str(e)
+                self._refused(e)
             if attempt == 0:
                 self._make_room()
             else:
@@ -125,9 +126,7 @@ class Trainer:
         try:
             self._prune()
         except NativeError as e:  # moving Gaussians takes some scratch
-            if not refused(e):
-                raise
-            self.hint = str(e)
+            self._refused(e)
 
     def _prune(self) -> None:
         p = self.config.prune
@@ -157,10 +156,7 @@ class Trainer:
         try:
             self.engine.sort()
         except NativeError as e:
-            if not refused(e):
-                raise
-            self.hint = str(e)
-            self._running = self._resumed_loss = None  # the loss of that step went with the refusal
+            self._refused(e)
 
     def _make_room(self) -> None:
         """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others."""
