@@ -9,7 +9,7 @@ from .native import Engine, Hyper, InsertParams, NativeError
 
 ADAM_EPS = 1e-15
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
-PATIENCE = 20      # steps that others' memory has cost in a row, after which the map makes no more room for them (0.95^20 = 36 % are left)
+PATIENCE = 20      # times that the map makes room for memory that others hold (0.95^20 = 36 % are left), and one more with each frame taken in
 
 
 def refused(error: NativeError) -> bool:
@@ -21,7 +21,7 @@ class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
-        self._lost = 0   # steps in a row that had no memory
+        self._lost = self._gave = 0   # steps in a row that had no memory; see PATIENCE
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
         self._rng = np.random.default_rng(config.engine.seed + 1)
 
@@ -39,9 +39,7 @@ class Trainer:
             self._running = None
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
             self._lost += 1
-            self.hint = str(e)
-            if e.kind == "capacity" or not self.starved:
-                self._make_room()
+            self._make_room(e)
             return
         self._lost = 0
         if self._running:
@@ -55,7 +53,7 @@ class Trainer:
 
     @property
     def starved(self) -> bool:
-        """There is no memory for a step, whatever the map gives up."""
+        """There has been no memory for any of many steps."""
         return self._lost > PATIENCE
 
     def _hyper(self) -> Hyper:
@@ -75,6 +73,7 @@ class Trainer:
         for attempt in range(ROOM_ATTEMPTS):
             try:
                 n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
+                self._gave = max(self._gave - 1, 0)
                 if not len(self.engine):
                     i = self.config.insert
                     self.hint = f"no Gaussian yet: no pixel has a depth between insert.min_depth_m {i.min_depth_m} and insert.max_depth_m {i.max_depth_m}"
@@ -82,9 +81,9 @@ class Trainer:
             except NativeError as e:
                 if not refused(e):
                     raise
-                self.hint = str(e)
+                refusal = e
             if attempt == 0:
-                self._make_room()
+                self._make_room(refusal)
             else:
                 spacing, gain = 1.5 * spacing, gain / 2
         return 0
@@ -124,11 +123,12 @@ class Trainer:
         self.engine.relocate(dst, src, self.config.prune.min_opacity)
         return True
 
-    def _make_room(self) -> None:
+    def _make_room(self, refusal: NativeError) -> None:
         """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others."""
-        n = len(self.engine)
-        if not (self.config.prune.relocate and n):
+        self.hint, n = str(refusal), len(self.engine)
+        if not (self.config.prune.relocate and n) or (refusal.kind == "memory" and self._gave >= PATIENCE):
             return
+        self._gave += refusal.kind == "memory"
         weight = self.engine.read("stat.weight")
         weight[self.engine.read("adam.steps") < 20] = np.inf
         known = int(np.isfinite(weight).sum())
