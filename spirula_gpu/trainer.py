@@ -10,7 +10,7 @@ from .native import Engine, Hyper, InsertParams, NativeError
 ADAM_EPS = 1e-15
 SORT_STEPS = 100  # at least so many between two sorts: one costs as much as a few steps
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
-PATIENCE = 20      # steps that others' memory has cost in a row, after which the map makes no more room for them (0.95^20 = 36 % are left)
+PATIENCE = 20      # times that the map makes room for memory that others hold (0.95^20 = 36 % are left), and one more with each frame taken in
 
 
 def refused(error: NativeError) -> bool:
@@ -22,7 +22,7 @@ class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
-        self._lost = 0   # steps in a row that had no memory
+        self._lost = self._gave = 0   # steps in a row that had no memory; see PATIENCE
         self._unsorted = 0  # Gaussians that came or were relocated since the map was sorted ..
         self._sort_at = 0   # .. which it is again from this step on
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
@@ -41,8 +41,7 @@ class Trainer:
             self._refused(e)
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
             self._lost += 1
-            if e.kind == "capacity" or not self.starved:
-                self._make_room()
+            self._make_room(e)
             return
         self._lost = 0
         if self._running:
@@ -62,12 +61,12 @@ class Trainer:
         if self._running:
             running = dict(id=self._running.id, loss=repr(self.engine.last_step().loss if self._resumed_loss is None else self._resumed_loss))
         return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state,
-                    unsorted=self._unsorted, sort_at=self._sort_at)
+                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave)
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
-        self._unsorted, self._sort_at = int(state["unsorted"]), int(state["sort_at"])
+        self._unsorted, self._sort_at, self._lost, self._gave = (int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave"))
         if (running := state["running"]) is not None:  # it may have left the keyframes: then only the mean loss hears of it
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
@@ -80,7 +79,7 @@ class Trainer:
 
     @property
     def starved(self) -> bool:
-        """There is no memory for a step, whatever the map gives up."""
+        """There has been no memory for any of many steps."""
         return self._lost > PATIENCE
 
     def _hyper(self) -> Hyper:
@@ -101,14 +100,16 @@ class Trainer:
             try:
                 n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain))
                 self._unsorted += n
+                self._gave = max(self._gave - 1, 0)
                 if not len(self.engine):
                     i = self.config.insert
                     self.hint = f"no Gaussian yet: no pixel has a depth between insert.min_depth_m {i.min_depth_m} and insert.max_depth_m {i.max_depth_m}"
                 return n
             except NativeError as e:
                 self._refused(e)
+                refusal = e
             if attempt == 0:
-                self._make_room()
+                self._make_room(refusal)
             else:
                 spacing, gain = 1.5 * spacing, gain / 2
         return 0
@@ -158,11 +159,12 @@ class Trainer:
         except NativeError as e:
             self._refused(e)
 
-    def _make_room(self) -> None:
+    def _make_room(self, refusal: NativeError) -> None:
         """Remove the 5 % that have contributed least to any view; new ones, hardly seen, only when there are no others."""
-        n = len(self.engine)
-        if not (self.config.prune.relocate and n):
+        self.hint, n = str(refusal), len(self.engine)
+        if not (self.config.prune.relocate and n) or (refusal.kind == "memory" and self._gave >= PATIENCE):
             return
+        self._gave += refusal.kind == "memory"
         weight = self.engine.read("stat.weight")
         weight[self.engine.read("adam.steps") < 20] = np.inf
         known = int(np.isfinite(weight).sum())
