@@ -114,16 +114,18 @@ def test_the_largest_map_fits_and_a_larger_one_does_not(precision, backend):
 def test_it_takes_no_memory_and_no_device(backend):
     work = dict(gaussians=100_000_000, width=3840, height=2160, n_cameras=4, pairs=10**8, isects=10**9, precision="compact", threads=2)
     expected = forecast(backend, **work)
-    assert expected.total > 60e9
+    assert expected.total > 40e9
     code = f"""import json, resource, sys
 sys.path[:] = {sys.path!r}
-from spirula_gpu.native import forecast
+from spirula_gpu.native import forecast, load
+load({backend!r})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 f = forecast({backend!r}, **{work!r})
-print(json.dumps([f.total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, [r[:4] for r in f.rows]]))"""
+print(json.dumps([f.total, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, [r[:4] for r in f.rows]]))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
-    total, resident, rows = json.loads(done.stdout)
-    assert total == expected.total and resident < 1e9
+    total, taken, rows = json.loads(done.stdout)
+    assert total == expected.total and taken < 50e6
     assert [tuple(r) for r in rows] == [r[:4] for r in expected.rows]
 
 
@@ -131,7 +133,7 @@ def test_state_bytes_a_gaussian_are_those_of_the_parameter_docs(backend):
     """What config.py says of engine.precision and max_gaussians."""
     for precision, degree, per in (("full", 0, 176), ("full", 2, 376), ("full", 3, 548), ("compact", 0, 88), ("compact", 2, 164), ("compact", 3, 229)):
         f = forecast(backend, gaussians=10_000_000, width=64, height=48, sh_degree=degree, precision=precision, threads=2)
-        assert f.categories["splat"][0] / 1e7 == pytest.approx(per, abs=0.1) and f.categories["splat"][1] / 1e7 == pytest.approx(per, rel=0.01)
+        assert f.categories["splat"][0] / 1e7 == pytest.approx(per, abs=0.1) and f.categories["splat"][1] / 1e7 == pytest.approx(per, rel=0.02)
         assert f" {per}" in {name: field.metadata["help"] for name, _, field in rows()}["engine.max_gaussians"]
 
 
