@@ -69,6 +69,7 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "keyframes": status.keyframes,
         "gaussians": status.gaussians,
         "steps": status.steps,
+        "hint": status.hint,
         "seconds": seconds,
         "heldout_psnr": _mean([h.psnr for h in held_out]),
         "heldout_ssim": _mean([h.ssim for h in held_out]),
@@ -88,7 +89,8 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
 def sentence(report: dict, out: Path) -> str:
     psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
     frames = report["frames"]
-    return (f"{report['gaussians']} Gaussians, {report['keyframes']} keyframes, {report['steps']} steps; frames {frames['in']} in, {frames['used']} used, "
+    why = f" ({report['hint']})" if report["hint"] else ""
+    return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps; frames {frames['in']} in, {frames['used']} used, "
             f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames; {out}/report.json")
 
 

@@ -50,10 +50,16 @@ def test_the_report_of_the_node(room, ros_domain, pace):
     assert "Traceback" not in Path("out/node.log").read_text() + done.stderr
 
 
-def test_a_node_that_fails_is_reported_with_its_log(room, ros_domain):
+def test_a_node_that_does_not_start_is_reported_with_its_log(room, ros_domain):
+    Path("broken.ckpt").write_bytes(b"not a checkpoint")
+    done = replay(room, ros_domain, "--set", "checkpoint.path=broken.ckpt", "--set", "checkpoint.resume=true")
+    assert done.returncode != 0 and "train_node ended with exit code 2" in done.stderr and "broken.ckpt" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_map_that_does_not_fit_the_budget_ends_empty_and_says_why(room, ros_domain):
     done = replay(room, ros_domain, "--set", "engine.vram_budget_mb=1")
-    assert done.returncode == 1 and "spirula: the mapper failed" in done.stderr and "engine.vram_budget_mb" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr.split("the mapper failed")[0], done.stderr
+    assert done.stdout.startswith("0 Gaussians (") and "raise engine.vram_budget_mb" in done.stdout and "16 used" in done.stdout, done.stdout + done.stderr
 
 
 class Node:
@@ -95,6 +101,13 @@ def test_waiting_for_a_mapper_that_does_not_work_ends(link, state):
     link, publish = link
     publish(MapStatus(state=state, frames_in=1, frames_used=1, keyframes=1))
     with pytest.raises(NodeError, match=f"state is {state}"):
+        link.wait_until_trained(Silence(), Silence())
+
+
+def test_a_mapper_that_fails_ends_it_with_the_log(link):
+    link, publish = link
+    publish(MapStatus(state="error", frames_in=1, frames_used=1, keyframes=1, last_error="the device is gone"))
+    with pytest.raises(NodeError, match="(?s)the mapper failed: the device is gone.*its last words"):
         link.wait_until_trained(Silence(), Silence())
 
 
