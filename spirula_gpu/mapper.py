@@ -63,7 +63,7 @@ class Mapper:
         self.resumed: Resumed | None = None
         self._begin_map()
         if config.checkpoint.resume and not config.checkpoint.path:
-            raise ValueError("checkpoint.resume is true, but checkpoint.path is empty: it must name the file")
+            raise CheckpointError("checkpoint.resume is true, but checkpoint.path is empty: it must name the file")
         if config.checkpoint.resume and os.path.exists(config.checkpoint.path):
             self.resume(config.checkpoint.path)
 

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 def _is_input_error(error: Exception) -> bool:
     from spirula_gpu.native import NativeError
     from spirula_gpu.checkpoint_file import CheckpointError
-    return isinstance(error, (InputError, CheckpointError)) or isinstance(error, NativeError) and error.kind in ("argument", "device")
+    return isinstance(error, (InputError, CheckpointError, NativeError))
 
 
 def parser() -> argparse.ArgumentParser:
