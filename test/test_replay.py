@@ -188,7 +188,7 @@ def test_max_seconds_leaves_the_rest_to_refinement(room, tmp_path):
 @pytest.mark.parametrize("rate", [None, 50.0])
 def test_refine_steps(room, tmp_path, rate):
     mapper, found, _ = run(room, tmp_path / "out", refine_steps=50, rate=rate)
-    assert found["steps"] == 90 and found["stopped_early"] == ""
+    assert found["steps"] == 2 * found["frames"]["used"] + 50 and found["stopped_early"] == ""  # at 50 fps a busy machine may drop one
     if rate is None:
         assert sum(c[2] for c in mapper.calls if c[0] == "train") == 50
 
