@@ -37,7 +37,8 @@ class Camera:
 @dataclass(frozen=True)
 class Frame:
     """One posed image. rgb [H,W,3] uint8; depth_m [H,W] float32, camera z in metres, 0 = unknown, or None;
-    T_world_cam [4,4] float64, camera axes x right, y down, z forward; held_out: only ever used to measure the map."""
+    T_world_cam [4,4] float64, camera axes x right, y down, z forward; held_out: only ever used to measure the map;
+    mask [H,W] uint8, 0 = what is seen there is not of the scene (a person, the robot itself), or None."""
     stamp_ns: int
     camera: Camera
     T_world_cam: np.ndarray
@@ -45,6 +46,7 @@ class Frame:
     depth_m: np.ndarray | None = None
     held_out: bool = False
     frame_id: str = "camera"
+    mask: np.ndarray | None = None
 
     def __post_init__(self):
         size = (self.camera.height, self.camera.width)
@@ -52,6 +54,8 @@ class Frame:
             raise ValueError(f"rgb is {self.rgb.dtype} {self.rgb.shape}, the camera says uint8 {(*size, 3)}")
         if self.depth_m is not None and (self.depth_m.shape != size or self.depth_m.dtype != np.float32):
             raise ValueError(f"depth_m is {self.depth_m.dtype} {self.depth_m.shape}, the camera says float32 {size}")
+        if self.mask is not None and (self.mask.shape != size or self.mask.dtype != np.uint8):
+            raise ValueError(f"mask is {self.mask.dtype} {self.mask.shape}, the camera says uint8 {size}")
         R = self.T_world_cam[:3, :3]
         if self.T_world_cam.shape != (4, 4) or not np.isfinite(self.T_world_cam).all():
             raise ValueError("T_world_cam must be a finite 4x4 matrix")

@@ -18,8 +18,8 @@ from .report import FrameCounts
 CHUNK_BYTES = 1 << 26  # of a row of the map that are in host memory at once
 FLOATS, DOUBLES = np.dtype("<f4"), np.dtype("<f8")
 KEYFRAME, HELD_OUT, WAITING = range(3)  # what a frame is to the map; waiting: in the inbox
-FRAME = np.dtype([("kind", "u1"), ("held_out", "u1"), ("has_depth", "u1"), ("frame_id", "<u4"), ("id", "<i8"), ("loss", "<f8"), ("stamp_ns", "<i8"),
-                  ("size", "<i4", (2,)), ("intrinsics", "<f8", (4,)), ("T_world_cam", "<f8", (4, 4))])
+FRAME = np.dtype([("kind", "u1"), ("held_out", "u1"), ("has_depth", "u1"), ("has_mask", "u1"), ("frame_id", "<u4"), ("id", "<i8"), ("loss", "<f8"), ("stamp_ns", "<i8"),
+                  ("size", "<i4", (2,)), ("intrinsics", "<f8", (4,)), ("T_world_cam", "<f8", (4, 4)), ("T_given", "<f8", (4, 4))])
 
 
 class Stored(NamedTuple):
@@ -27,6 +27,7 @@ class Stored(NamedTuple):
     frame: Frame
     id: int = -1             # of a keyframe
     loss: float = math.inf   # of a keyframe: Keyframe.loss
+    T_given: np.ndarray | None = None   # of a keyframe: Keyframe.T_given
 
 
 class Resumed(NamedTuple):
@@ -48,10 +49,12 @@ def write_map(path: str | os.PathLike, engine: Engine, frames: list[Stored], gat
              "last_stamp_ns": gated.last_stamp_ns, "config": {name: value for name, value, _ in rows(config)}}
     table = np.array([_record(s, ids) for s in frames], FRAME)
     depths = [s.frame.depth_m for s in frames if s.frame.depth_m is not None]
+    masks = [s.frame.mask for s in frames if s.frame.mask is not None]
     sections = [Section(name, BYTES, _row_shape(row), _row_pieces(engine, name, row.used_bytes)) for name, row in saved.items()]
     sections += [_whole("frames", table), _whole("gate.poses", np.ascontiguousarray(gated.poses, DOUBLES)), _whole("gate.sharpness", np.array(gated.sharpness, DOUBLES)),
                  Section("frames.rgb", BYTES, (sum(s.frame.rgb.size for s in frames),), (np.ascontiguousarray(s.frame.rgb) for s in frames)),
-                 Section("frames.depth_m", FLOATS, (sum(d.size for d in depths),), (np.ascontiguousarray(d) for d in depths))]
+                 Section("frames.depth_m", FLOATS, (sum(d.size for d in depths),), (np.ascontiguousarray(d) for d in depths)),
+                 Section("frames.mask", BYTES, (sum(m.size for m in masks),), (np.ascontiguousarray(m) for m in masks))]
     return write_file(path, facts, sections)
 
 
@@ -61,7 +64,8 @@ def _whole(name: str, array: np.ndarray) -> Section:
 
 def _record(s: Stored, frame_ids: list[str]) -> tuple:
     f, c = s.frame, s.frame.camera
-    return (s.kind, f.held_out, f.depth_m is not None, frame_ids.index(f.frame_id), s.id, s.loss, f.stamp_ns, (c.width, c.height), (c.fx, c.fy, c.cx, c.cy), f.T_world_cam)
+    return (s.kind, f.held_out, f.depth_m is not None, f.mask is not None, frame_ids.index(f.frame_id), s.id, s.loss, f.stamp_ns, (c.width, c.height), (c.fx, c.fy, c.cx, c.cy), f.T_world_cam,
+            f.T_world_cam if s.T_given is None else s.T_given)
 
 
 def _row_shape(row) -> tuple[int, int]:
@@ -109,13 +113,15 @@ def read_rows(reader: Reader, engine: Engine) -> None:
 
 def read_frames(reader: Reader) -> Iterator[Stored]:
     table, ids = reader.array("frames", FRAME, (-1,)), reader.facts["frame_ids"]
-    with reader.section("frames.rgb", BYTES, (-1,)) as take_rgb, reader.section("frames.depth_m", FLOATS, (-1,)) as take_depth:
+    with reader.section("frames.rgb", BYTES, (-1,)) as take_rgb, reader.section("frames.depth_m", FLOATS, (-1,)) as take_depth, \
+            reader.section("frames.mask", BYTES, (-1,)) as take_mask:
         for r in table:
             camera = Camera(*map(int, r["size"]), *map(float, r["intrinsics"]))
             rgb = take_rgb((camera.height, camera.width, 3))
             depth_m = take_depth((camera.height, camera.width)) if r["has_depth"] else None
-            yield Stored(int(r["kind"]), Frame(int(r["stamp_ns"]), camera, r["T_world_cam"].copy(), rgb, depth_m, bool(r["held_out"]), ids[r["frame_id"]]),
-                         int(r["id"]), float(r["loss"]))
+            mask = take_mask((camera.height, camera.width)) if r["has_mask"] else None
+            yield Stored(int(r["kind"]), Frame(int(r["stamp_ns"]), camera, r["T_world_cam"].copy(), rgb, depth_m, bool(r["held_out"]), ids[r["frame_id"]], mask),
+                         int(r["id"]), float(r["loss"]), r["T_given"].copy())
 
 
 def read_gate(reader: Reader) -> Gated:

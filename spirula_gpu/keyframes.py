@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 import cv2
@@ -67,13 +68,18 @@ class Keyframe:
 
     def __init__(self, id: int, frame: Frame, blur_px2: float):
         self.id, self.frame, self.blur_px2 = id, frame, blur_px2
+        self.T_given = frame and frame.T_world_cam   # [4,4], as the source of the poses said; `frame` has the one that is used
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
 
     @property
     def bytes(self) -> int:
         """Host memory of its images."""
-        return self.frame.rgb.nbytes + (0 if self.frame.depth_m is None else self.frame.depth_m.nbytes)
+        return sum(a.nbytes for a in (self.frame.rgb, self.frame.depth_m, self.frame.mask) if a is not None)
+
+    def place(self, T_world_cam: np.ndarray) -> None:
+        """Its camera is there: [4,4] float64."""
+        self.frame, self._view = replace(self.frame, T_world_cam=T_world_cam), None
 
     def view(self, sh_degree: int) -> View:
         if self._view is None or self._view.sh_degree != sh_degree:

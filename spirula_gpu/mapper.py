@@ -374,10 +374,10 @@ class Mapper:
     def _take_over(self, reader: Reader) -> Resumed:
         facts, changed, waiting = reader.facts, checkpoint.changed(reader, self.config), []
         checkpoint.read_rows(reader, self._engine)
-        for kind, frame, id, loss in checkpoint.read_frames(reader):
+        for kind, frame, id, loss, T_given in checkpoint.read_frames(reader):
             if kind == KEYFRAME:
                 keyframe = Keyframe(id, frame, self.config.train.blur_px2)
-                keyframe.loss = loss
+                keyframe.loss, keyframe.T_given = loss, T_given
                 self._keyframes.add(keyframe, self.config.train)
             else:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
@@ -401,7 +401,7 @@ class Mapper:
             raise ValueError(f"the map is empty; {path} was not touched")
         with self._submitting:
             gated, waiting, seen = self._gate.state(), self._inbox.frames(), self.ledger.counts()
-        frames = [Stored(KEYFRAME, k.frame, k.id, k.loss) for k in self._keyframes]
+        frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given) for k in self._keyframes]
         frames += [Stored(HELD_OUT, frame) for frame in self._held_out] + [Stored(WAITING, frame) for frame in waiting]
         facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.random, frames_seen=seen._asdict(),
                      counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated))

@@ -56,6 +56,23 @@ def feed(mapper: Mapper, indices) -> None:
 
 # ---- going on -------------------------------------------------------------------------------------------------------------
 
+def test_masks_and_given_poses_survive():
+    mapper, mask = Mapper(config()), np.ones((30, 40), np.uint8)
+    mask[:, :7] = 0
+    for i in range(3):
+        submit(mapper, frame(i, mask=None if i == 1 else mask))
+        mapper.run_due()
+    moved = mapper._keyframes.newest.frame.T_world_cam.copy()
+    moved[2, 3] = 0.25
+    mapper._keyframes.newest.place(moved)
+    resumed = Mapper(config())
+    resumed.resume(save(mapper))
+    for a, b in zip(mapper._keyframes, resumed._keyframes):
+        assert np.array_equal(a.T_given, b.T_given) and np.array_equal(a.frame.T_world_cam, b.frame.T_world_cam)
+        assert b.frame.mask is None if a.frame.mask is None else np.array_equal(a.frame.mask, b.frame.mask)
+    assert resumed._keyframes.newest.frame.T_world_cam[2, 3] == 0.25 and resumed._keyframes.newest.T_given[2, 3] == 0
+
+
 @pytest.mark.parametrize("changes", [{}, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_200_steps_are_100_and_a_checkpoint_and_100(precision, changes):

@@ -18,7 +18,7 @@ from spirula_gpu.checkpoint_file import CRC, HEAD, HEAD_BYTES, CheckpointError, 
 from spirula_gpu.config import Config, replaced
 from spirula_gpu.mapper import Mapper
 from test_checkpoint import PRECISIONS, config, feed, save
-from test_mapper import SMALL, frame
+from test_mapper import SMALL, frame, submit
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------------
@@ -26,7 +26,9 @@ from test_mapper import SMALL, frame
 @pytest.fixture
 def good(tmp_path) -> bytes:
     mapper = Mapper(config())
-    feed(mapper, range(4))
+    feed(mapper, range(3))
+    submit(mapper, frame(3, mask=np.ones((30, 40), np.uint8)))
+    mapper.run_due()
     return open(save(mapper), "rb").read()
 
 
@@ -88,7 +90,7 @@ def test_other_files_are_refused():
 
 
 def test_what_this_run_cannot_hold_is_refused_with_the_remedy(good):
-    assert "version 2 of the format, and this program reads version 1; resume it with the program that wrote it" in refused(forged(good, table_of(good), 2))
+    assert "version 9 of the format, and this program reads version 2; resume it with the program that wrote it" in refused(forged(good, table_of(good), 9))
     for degree in (1, 3):
         assert f"engine.sh_degree 2, and this run has {degree}; set engine.sh_degree to 2" in refused(good, config(engine__sh_degree=degree))
     n = table_of(good)["gaussians"]

@@ -259,3 +259,24 @@ def test_an_empty_map_overwrites_nothing_and_says_why_it_is_empty(tmp_path):
         with pytest.raises(ValueError, match="map is empty"):
             mapper.command("save_map", str(tmp_path / "map.ply")).result(1)
     assert (tmp_path / "map.ply").read_text() == "good"
+
+
+def test_what_the_mask_hides_makes_no_gaussian_and_trains_nothing():
+    """A black person in the left half of every frame leaves no trace."""
+    mask = np.ones((30, 40), np.uint8)
+    mask[:, :20] = 0
+    maps = []
+    for level in (0, 255):
+        mapper = Mapper(SMALL)
+        for i in range(4):
+            rgb = frame(i).rgb.copy()
+            rgb[:, :18] = level  # 2 px from the edge: |Laplacian| and SSIM have a window
+            submit(mapper, frame(i, rgb=rgb, mask=mask))
+            mapper.run_due()
+        maps.append(mapper)
+    newest = maps[0]._keyframes.newest.frame
+    _, _, alpha = maps[0]._output.render(newest.camera, newest.T_cam_world)
+    assert len(maps[0]._engine) > 50 and alpha[:, :12].max() < 0.5 < alpha[:, 24:].mean()
+    assert maps[0]._keyframes.bytes == 4 * 30 * 40 * (3 + 4 + 1)
+    with pytest.raises(ValueError, match="mask is bool .*the camera says uint8"):
+        frame(0, mask=mask.astype(bool))
