@@ -10,7 +10,7 @@ from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import Node
 
 from spirula_ros.dds import fastdds_profile
-from spirula_ros.share import share_directory
+from spirula_ros.share import config_file
 
 
 def flag(text: str) -> bool:
@@ -46,10 +46,8 @@ OTHERS = (
 def train_node(context):
     value = {name: LaunchConfiguration(name).perform(context) for name, *_ in PARAMETERS + OTHERS}
     given = {parameter: kind(value[name]) for name, parameter, kind, _ in PARAMETERS if value[name]}
-    config = value["config"]
-    if config and not os.path.isfile(config):
-        config = str(share_directory() / "config" / f"{config}.yaml")
-    given["use_sim_time"] = value["use_sim_time"].lower() in ("true", "1", "yes")
+    config = value["config"] and str(config_file(value["config"]))
+    given["use_sim_time"] = flag(value["use_sim_time"])
     return [Node(
         package="spirula_ros", executable="train_node", name="spirula", namespace=value["namespace"], output="screen",
         parameters=[*([config] if config else []), given],

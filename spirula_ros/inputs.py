@@ -57,6 +57,15 @@ def inputs_of(ros: RosConfig) -> list[Input]:
     return out
 
 
+def check_distinct(inputs: list[Input]) -> None:
+    """Raises ValueError when one topic is to be two things."""
+    taken: dict[str, Input] = {}
+    for source in inputs:
+        other = taken.setdefault(source.topic, source)
+        if other is not source:
+            raise ValueError(f"{other.parameter} and {source.parameter} are both {source.topic}: one topic cannot be {other.kind} and {source.kind}")
+
+
 def profile(reliability: str, depth: int) -> QoSProfile:
     return QoSProfile(depth=depth, durability=DurabilityPolicy.VOLATILE,
                       reliability=ReliabilityPolicy.RELIABLE if reliability == "reliable" else ReliabilityPolicy.BEST_EFFORT)

@@ -20,9 +20,12 @@ from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.clock import Clock, ClockType
 from rclpy.duration import Duration
 from rclpy.event_handler import SubscriptionEventCallbacks
+from rclpy.exceptions import NameValidationException
 from rclpy.executors import SingleThreadedExecutor
+from rclpy.impl.implementation_singleton import rclpy_implementation
 from rclpy.node import Node
 from rclpy.signals import SignalHandlerOptions
+from rclpy.utilities import remove_ros_args
 from std_srvs.srv import SetBool, Trigger
 
 from spirula_gpu.camera import Frame
@@ -30,15 +33,24 @@ from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.native import NativeError
 
 from .finish import finish, save_files
-from .inputs import Input, inputs_of
+from .inputs import Input, check_distinct, inputs_of
 from .intake import Intake
+from .node_process import PARENT
 from .outputs import Outputs
 from .params import check_change, config_from, declare_all
 from .resume import describe, intake_for
 from .srv import SaveMap
-from .watch import LOST_HINT, describe_publishers, explain, policy_name
+from .watch import LOST_HINT, describe_publishers, explain, policy_name, twins
 
+RCLError = rclpy_implementation.RCLError
 TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
+TWINS_S = 5.0  # how often it is looked for another node of the same name
+USAGE = """train_node: images and poses in, a map of Gaussians out, until Ctrl-C.
+
+    train_node --ros-args -p topics.image:=/camera/color/image_raw -p topics.camera_info:=/camera/color/camera_info ...
+    train_node --ros-args --params-file spirula.yaml -r __ns:=/robot1
+
+`spirula params` prints a file with every parameter. `ros2 launch spirula_ros train.launch.py --show-args` lists the arguments of the launch file."""
 
 
 def check_path(name: str, path: str) -> None:
@@ -65,6 +77,7 @@ class TrainNode(Node):
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera = "", None
+        self._twins, self._twins_at = "", 0.0
         self._first_at, self._used_at, self._explained_at = None, time.monotonic(), 0.0
         self._images_at_finish = -1
         self._background, self._ending = concurrent.futures.ThreadPoolExecutor(1, "finish"), False
@@ -82,6 +95,8 @@ class TrainNode(Node):
         self.inputs = inputs_of(self.ros)
         for source in self.inputs:
             source.topic = self.resolve_topic_name(source.topic)
+        check_distinct(self.inputs)
+        for source in self.inputs:
             events = SubscriptionEventCallbacks(
                 incompatible_qos=self._safely(f"the QoS of {source.topic}", lambda info, s=source: self._incompatible(s, info)),
                 message_lost=self._safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
@@ -144,13 +159,21 @@ class TrainNode(Node):
         self._hint = explain(self, self.inputs, self.intake, silent_s)
         self.get_logger().warning(self._hint)
 
+    def _look_for_twins(self, now: float) -> None:
+        if now < self._twins_at + TWINS_S:
+            return
+        before, self._twins, self._twins_at = self._twins, twins(self), now
+        if self._twins and not before:
+            self.get_logger().warning(self._twins)
+
     # ---- out ----
 
     def _tick(self) -> None:
         self.intake.poll()
         self._explain_silence(time.monotonic())
+        self._look_for_twins(time.monotonic())
         self.mapper.wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, 1 / self.ros.publish.render_hz)
-        self.outputs.publish(self.ros.publish, self._hint, self.internal_error)
+        self.outputs.publish(self.ros.publish, "\n".join(filter(None, (self._twins, self._hint))), self.internal_error)
 
     @property
     def failed(self) -> bool:
@@ -182,7 +205,7 @@ class TrainNode(Node):
         return response
 
     async def _save_map(self, request, response):
-        path = request.path or self.ros.output.map_path
+        path = os.path.expanduser(request.path) or self.ros.output.map_path
         if not path:
             response.success, response.message = False, "no path: give one in the request, or set the parameter output.map_path"
             return response
@@ -258,21 +281,29 @@ class TrainNode(Node):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs until SIGINT, SIGTERM or SIGHUP. Exit codes: 0 stopped, 1 the mapper failed, 2 it could not start."""
+    """Runs until SIGINT, SIGTERM or SIGHUP, or until the process that PARENT names has gone. Exit codes: 0 stopped, 1 the
+    mapper failed, 2 it could not start."""
+    parent = os.environ.get(PARENT)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rclpy's own handlers would take the context away before the last status
         signal.signal(number, lambda *_: stop.set())
-    rclpy.init(args=argv, signal_handler_options=SignalHandlerOptions.NO)
     try:
+        words = remove_ros_args(sys.argv if argv is None else ["train_node", *argv])[1:]
+        if words and words[0] in ("-h", "--help"):
+            print(USAGE)
+            return 0
+        if words:
+            raise ValueError(f"'{words[0]}': parameters stand behind --ros-args; see train_node --help")
+        rclpy.init(args=argv, signal_handler_options=SignalHandlerOptions.NO)
         node = TrainNode()
-    except (ValueError, NativeError) as e:
+    except (ValueError, NativeError, RCLError, NameValidationException) as e:
         print(f"train_node: {e}", file=sys.stderr)
         rclpy.try_shutdown()
         return 2
     executor = SingleThreadedExecutor()
     executor.add_node(node)
     try:
-        while not stop.is_set() and not node.failed:
+        while not stop.is_set() and not node.failed and parent in (None, str(os.getppid())):
             executor.spin_once(timeout_sec=0.1)
     finally:  # whatever ended it: the map is saved
         try:

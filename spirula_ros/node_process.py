@@ -12,6 +12,7 @@ from .params import yaml_text
 from .share import share_directory
 
 STOP_LIMIT_S = 60
+PARENT = "SPIRULA_PARENT"  # environment: the node ends as on SIGTERM when its parent is no longer this process (which may have been killed)
 
 
 class NodeError(RuntimeError):
@@ -25,7 +26,7 @@ class NodeProcess:
     def __init__(self, folder: Path, parameters: dict[str, Any], remap: dict[str, str] | None = None):
         self.log = folder / "node.log"
         (folder / "node.yaml").write_text(yaml_text(parameters))
-        environment = {**os.environ, **fastdds_profile(os.environ)}
+        environment = {**os.environ, **fastdds_profile(os.environ), PARENT: str(os.getpid())}
         remaps = [word for old, new in (remap or {}).items() for word in ("-r", f"{old}:={new}")]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen([share_directory().parents[1] / "lib" / "spirula_ros" / "train_node", "--ros-args",

@@ -129,7 +129,8 @@ def _scalar(value: Any) -> str:
 
 def declare_all(node) -> None:
     """Declares every row on an rclpy node: type, description, range, read-only unless live.
-    Raises ValueError that names the parameter when an override has the wrong type or leaves its range."""
+    Raises ValueError that names the parameter when an override has the wrong type or leaves its range, or is of a group of
+    ours and unknown; what is of no group of ours may be meant for another node of the same file, and is warned of."""
     from rcl_interfaces.msg import FloatingPointRange, IntegerRange, ParameterDescriptor
     from rclpy.exceptions import InvalidParameterTypeException, InvalidParameterValueException
     for name, default, field in rows():
@@ -146,6 +147,13 @@ def declare_all(node) -> None:
         except (InvalidParameterTypeException, InvalidParameterValueException) as e:
             hint = " (write whole numbers of this parameter with a point, 1.0)" if isinstance(default, float) else ""
             raise ValueError(f"parameter {name}: {e}{hint}") from None
+    groups = {name.split(".")[0] for name, _, _ in rows()}
+    unknown = sorted(name for name in node._parameter_overrides if not node.has_parameter(name) and not name.startswith("qos_overrides."))
+    for name in unknown:
+        if name.split(".")[0] in groups:
+            split({name: node._parameter_overrides[name].value})  # says what is unknown, and what may have been meant
+    if unknown:
+        node.get_logger().warning(f"unknown parameters, without effect here: {', '.join(unknown)}; `spirula params` lists all")
 
 
 def config_from(node) -> tuple[RosConfig, Config]:

@@ -1,7 +1,6 @@
 """Both configurations of a run from a file, options and `--set name=value`, in this order of rising precedence."""
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -11,7 +10,7 @@ from spirula_gpu.config import Config
 from . import params
 from .errors import InputError
 from .params import RosConfig
-from .share import share_directory
+from .share import config_file
 
 
 class Settings(NamedTuple):
@@ -34,12 +33,10 @@ def settings(file: str | None, options: dict[str, Any], assignments: list[str]) 
 
 def read_file(name: str) -> dict[str, Any]:
     """{dotted name: value} of a ROS parameter file or plain nested YAML; `name` is a path or that of an installed config/<name>.yaml."""
-    path = Path(name)
-    if not path.is_file():
-        path = share_directory() / "config" / f"{name}.yaml"
-    if not path.is_file():
-        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-        raise InputError(f"--config {name}: no such file, and no installed configuration of that name ({there})")
+    try:
+        path = config_file(name)
+    except FileNotFoundError as error:
+        raise InputError(f"--config {error}") from None
     try:
         tree = yaml.safe_load(path.read_text()) or {}
         for value in list(tree.values()):

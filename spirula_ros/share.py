@@ -12,6 +12,18 @@ def share_directory() -> Path:
     raise FileNotFoundError(f"no share/spirula_ros above {__file__}: spirula_ros is not installed; run `pip install .` or `colcon build`")
 
 
+def config_file(name: str) -> Path:
+    """`name` if it is a file, else the installed config/<name>.yaml. Raises FileNotFoundError that lists what is installed."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    path = share_directory() / "config" / f"{name}.yaml"
+    if not path.is_file():
+        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+        raise FileNotFoundError(f"{name}: no such file, and no installed configuration of that name ({there})")
+    return path
+
+
 def version() -> str:
     """The version in package.xml, where alone it is written."""
     return ElementTree.parse(share_directory() / "package.xml").getroot().findtext("version")

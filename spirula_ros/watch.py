@@ -58,6 +58,14 @@ def describe_input(node, source: Input, state: InputState) -> str:
     return line
 
 
+def twins(node) -> str:
+    """What to say when another node has this one's name; else empty."""
+    own = node.get_fully_qualified_name()
+    n = sum(f"{namespace.rstrip('/')}/{name}" == own for name, namespace in node.get_node_names_and_namespaces())
+    return "" if n < 2 else (f"{n} nodes are called {own}: they publish on the same topics, and services reach either; give each a namespace "
+                             "(namespace:=robot1), or stop the other one")
+
+
 def listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{reason} {n}" for reason, n in counts.items()) or "none"
 

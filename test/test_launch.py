@@ -64,3 +64,11 @@ def test_bad_argument_is_one_sentence(environment):
     done = subprocess.run([sys.executable, HERE / "launch_file.py", TRAIN, "pose_source:=gps"], env=environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90)
     assert "pose_source" in done.stdout and "gps" in done.stdout and "Traceback" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("argument, text", [("config:=nosuch", "nosuch: no such file, and no installed configuration of that name (default, realsense)"),
+                                            ("resume:=maybe", "'maybe': must be true or false")])
+def test_bad_arguments_end_the_launch(environment, argument, text):
+    done = subprocess.run([sys.executable, HERE / "launch_file.py", TRAIN, argument], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, timeout=60)
+    assert done.returncode != 0 and text in done.stdout and "listening to" not in done.stdout, done.stdout

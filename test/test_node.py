@@ -353,6 +353,23 @@ def test_silence_names_the_incompatible_qos(rig):
     assert f"{rig.namespace}/robot is best_effort, volatile" in status[-1].hint
 
 
+def test_another_node_of_the_same_name_is_noticed(rig, monkeypatch):
+    monkeypatch.setattr("spirula_ros.node.TWINS_S", 0.1)
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.spin(0.3)
+    assert not status or "nodes are called" not in status[-1].hint
+    twin = rclpy.create_node("spirula", namespace=rig.namespace)
+    try:
+        rig.until(lambda: status and f"2 nodes are called {rig.namespace}/spirula" in status[-1].hint and "namespace:=" in status[-1].hint)
+    finally:
+        twin.destroy_node()
+
+
+def test_parameters_of_other_nodes_in_the_same_file_are_warned_of(capfd):
+    Rig(**{"base_driver.frame": "odom"}).close()
+    assert "unknown parameters, without effect here: base_driver.frame" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3}], indirect=True)
 def test_silence_ends_with_a_frame(rig):
     status = rig.hear(MapStatus, "status", LATCHED)
