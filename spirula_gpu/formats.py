@@ -4,6 +4,8 @@ from __future__ import annotations
 import os
 from typing import Callable, Iterable, Iterator, NamedTuple
 
+import numpy as np
+
 from .compressed_ply import is_compressed, pack_compressed_ply, read_compressed_ply
 from .config import EngineConfig
 from .ply import pack_ply, read_header, read_ply, write_pieces
@@ -36,7 +38,7 @@ FORMATS = (  # the longest suffix that fits counts
     Format(".ply", "3DGS .ply", "", pack_ply, _read_any_ply, 4, finite=False),
     Format(".compressed.ply", "PlayCanvas compressed .ply", "means to 11 bits and colours to 8 bits of the span of 256 neighbours; opacity and SH to 8 bits; the order", pack_compressed_ply, _read_any_ply, 3),
     Format(".splat", "antimatter15 .splat", "SH above degree 0; colour, opacity and rotation to 8 bits", pack_splat, read_splat, 0),
-    Format(".spz", "Niantic .spz", "means to 0.24 mm; scale (steps of 6 %), colour and opacity to 8 bits; SH to 5 and 4 bits", pack_spz, read_spz, 3),
+    Format(".spz", "Niantic .spz", "means to 0.24 mm; scale (steps of 6 %), colour, opacity and SH to 8 bits, SH within +-1", pack_spz, read_spz, 3),
     Format(".npy", "numpy [N,25]", "SH above degree 1; scale and rotation become a covariance", pack_npy, None, 1),
     Format(".f32.gz", "splat.js gzip of float32 [N,13]", "SH above degree 0; scale and rotation become a covariance", pack_splat_js, None, 0),
     Format(".points.ply", "point cloud .ply", "everything but means and colours", pack_points, None, 0),
@@ -59,8 +61,8 @@ def format_of(path: str | os.PathLike, *, reading: bool = False) -> Format:
 
 
 def read_map(path: str | os.PathLike) -> Splats:
-    """The Gaussians of a file, as they are in it. Raises FormatError, one line, and OSError."""
-    return format_of(path, reading=True).read(path)
+    """The Gaussians of a file, as they are in it; C-contiguous. Raises FormatError, one line, and OSError."""
+    return Splats(*map(np.ascontiguousarray, format_of(path, reading=True).read(path)))
 
 
 def write_map(path: str | os.PathLike, splats: Splats, through: Pieces = iter) -> int:

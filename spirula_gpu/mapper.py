@@ -23,6 +23,7 @@ from .keyframes import Gate, Keyframe, Keyframes
 from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, MeshError, Output
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
+from .splats import FormatError
 from .trainer import Trainer, refused
 from .trajectory import write_poses
 
@@ -69,7 +70,11 @@ class Mapper:
         if config.checkpoint.resume and os.path.exists(config.checkpoint.path):
             self.resume(config.checkpoint.path)
         elif config.train.start_map:
-            self._start_from(config.train.start_map)
+            try:
+                self._start_from(config.train.start_map)
+            except BaseException:
+                self._engine.close()
+                raise
 
     # ---- T0 -------------------------------------------------------------------------------------------------------
     def submit(self, frame: Frame) -> None:
@@ -359,12 +364,14 @@ class Mapper:
             return None
 
     def _start_from(self, path: str) -> None:
-        """The Gaussians of a file, before the first frame. Raises FormatError, one line, OSError and NativeError."""
+        """The Gaussians of a file, before the first frame. Raises FormatError, one line, and NativeError."""
+        splats = read_start_map(path, self.config.engine)
         try:
-            self._trainer.begin_with(read_start_map(path, self.config.engine))
-        except BaseException:
-            self._engine.close()
-            raise
+            self._trainer.begin_with(splats)
+        except NativeError as e:
+            if not refused(e):
+                raise
+            raise FormatError(f"train.start_map {path}: {len(splats.means)} Gaussians do not fit: {e}; thin the map with `spirula convert --min-opacity`") from None
         self._tell()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------

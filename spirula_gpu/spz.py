@@ -9,7 +9,8 @@
     SH        uint8, 128 + 128 * coefficient, the channel fastest
 
 Version 3 is written: every reader that was looked at takes it, and its rotations are better than those of version 2. Numbers are stored in the
-map's frame as they are, as SuperSplat and splat-transform take them (Niantic's own converter would turn y and z between .ply and .spz).
+map's frame as they are, which is what Niantic's ply_to_spz and splat-transform 3 do too; the axes that the README gives (right, up, back) are not
+those of a map anyway. splat-transform 2 turns y and z around between .ply and .spz.
 """
 from __future__ import annotations
 
@@ -29,7 +30,6 @@ EXTENSIONS = 0x2                           # flag: records that other vendors kn
 MAX_RATIO = 1032                           # unpacked over packed bytes: deflate reaches no more, and no zstd stream of real Gaussians does
 FRACTIONAL_BITS, MAX_FRACTIONAL_BITS = 12, 24
 COLOR_SCALE = 0.15
-SH_STEP = {1: 8, 2: 16, 3: 16}             # of 256: coefficients of a degree are rounded to multiples, which compress well
 LEVEL = 6                                  # of gzip
 
 
@@ -78,8 +78,8 @@ def _rotations(s: Splats) -> np.ndarray:
 
 
 def _harmonics(s: Splats) -> np.ndarray:
-    step = np.array([SH_STEP[d] for d in range(1, s.degree + 1) for _ in range(2 * d + 1)], np.float32)[:, None]
-    return as_byte(128 + step * np.rint(128 / step * s.sh[:, 1:]))
+    """All 8 bits: Niantic's packer keeps 5 and 4 of them, which halves the file and costs 1 dB (docs/formats.md)."""
+    return as_byte(128 + 128 * s.sh[:, 1:])
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------------------

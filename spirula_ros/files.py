@@ -10,13 +10,13 @@ from typing import Iterable, Iterator
 from .errors import InputError
 
 CONVERT_EXAMPLES = """examples:
-  spirula convert out/map.ply map.spz                    a tenth of the bytes, for the web
+  spirula convert out/map.ply map.spz                    an eighth of the bytes, for the web
   spirula convert out/map.ply map.compressed.ply         for SuperSplat and PlayCanvas
   spirula convert scan.spz start.ply --min-opacity 0.05  then: spirula replay room --set train.start_map=start.ply
 """
 OPENED_WITH = {  # what can be done with a format, beside converting it
-    ".ply": "superspl.at/editor, any 3DGS viewer; --set train.start_map=", ".compressed.ply": "superspl.at/editor, PlayCanvas; --set train.start_map=",
-    ".splat": "antimatter15.com/splat, superspl.at/editor; --set train.start_map=", ".spz": "superspl.at/editor, scaniverse.com/spz; --set train.start_map="}
+    ".ply": "SuperSplat (superspl.at/editor) and every other 3DGS viewer", ".compressed.ply": "SuperSplat (superspl.at/editor), PlayCanvas",
+    ".splat": "SuperSplat (superspl.at/editor), antimatter15.com/splat", ".spz": "SuperSplat (superspl.at/editor), Spark, Babylon.js"}
 MESHES = (".obj", ".glb", ".gltf", ".stl", ".off")
 LARGE_BYTES = 100 << 20  # reading says so
 
@@ -72,7 +72,8 @@ def run_convert(args) -> None:
 
 
 def _read(path: str):
-    from spirula_gpu.formats import read_map
+    from spirula_gpu.formats import format_of, read_map
+    format_of(path, reading=True)
     try:
         if os.path.getsize(path) > LARGE_BYTES:
             print(f"reading {path}, {os.path.getsize(path) / 1e6:.0f} MB", file=sys.stderr, flush=True)
@@ -135,7 +136,8 @@ def _map(path: str, kind) -> str:
         counts, _ = np.histogram(opacities(splats), 10, (0, 1))
         lines.append("opacity")
         lines += [f"  {i / 10:.1f} to {(i + 1) / 10:.1f}  {100 * c / counts.sum():5.1f} %  {'#' * round(40 * c / counts.max())}".rstrip() for i, c in enumerate(counts)]
-    lines.append(f"open it with  {OPENED_WITH[kind.suffix]}{path}")
+    lines.append(f"open it with  {OPENED_WITH[kind.suffix]}")
+    lines.append(f"go on with it spirula replay BAG --set train.start_map={path}")
     lines.append("convert it    spirula convert " + path + " OUT, OUT ending in " + ", ".join(f.suffix for f in FORMATS))
     return "\n".join(lines)
 
