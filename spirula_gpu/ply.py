@@ -9,6 +9,7 @@ import tempfile
 from typing import Iterable, Iterator, NamedTuple
 
 import numpy as np
+from numpy.lib.recfunctions import structured_to_unstructured
 
 from .splats import FormatError, Splats
 
@@ -52,13 +53,14 @@ def read_ply(path: str | os.PathLike) -> Splats:
     missing = [name for name in _names(coefficients[rest]) if name not in dtype.names and not name.startswith("n")]
     if missing:
         raise FormatError(f"{path}: not a 3DGS .ply, these vertex properties are missing: {', '.join(missing)}")
-    column = lambda *names: np.stack([rows[name] for name in names], 1).astype(np.float32)
+    table, at = structured_to_unstructured(rows, np.float32), {name: i for i, name in enumerate(dtype.names)}
+    column = lambda *names: np.ascontiguousarray(table[:, [at[name] for name in names]])
     dc = column(*(f"f_dc_{c}" for c in range(3)))[:, None]
     sh_rest = dc[:, :0]
     if rest:
         sh_rest = column(*(f"f_rest_{i}" for i in range(rest))).reshape(count, 3, rest // 3).transpose(0, 2, 1)
     return Splats(column(*"xyz"), column(*(f"rot_{i}" for i in range(4))), column(*(f"scale_{i}" for i in range(3))),
-                  rows["opacity"].astype(np.float32), np.ascontiguousarray(np.concatenate([dc, sh_rest], 1)))
+                  table[:, at["opacity"]].copy(), np.ascontiguousarray(np.concatenate([dc, sh_rest], 1)))
 
 
 def header(*elements: tuple[str, int, list[tuple[str, str]]]) -> bytes:
