@@ -51,6 +51,7 @@ class InsertConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    start_map: str = param("", "", "begin with the Gaussians of this file (.ply, .compressed.ply, .splat, .spz) in the map's frame; not when a checkpoint is resumed, and a reset begins empty")
     steps_per_frame: int = param(30, "steps", "steps due for each frame taken in; the mapper does more when idle (not with --lossless)", 0, 10000, True)
     max_keyframes: int = param(2000, "keyframes", "keyframes kept for replay; beyond this the most redundant one goes", 2, 1_000_000)
     keyframes_mb: int = param(1024, "MiB", "host memory of their images; beyond this too the most redundant one goes", 16, 1_000_000, True)

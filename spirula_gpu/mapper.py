@@ -17,12 +17,15 @@ from .camera import Camera, Frame
 from .checkpoint import HELD_OUT, KEYFRAME, WAITING, Resumed, Stored
 from .checkpoint_file import CheckpointError, Reader
 from .config import Config
+from .formats import read_start_map
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
 from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, MeshError, Output
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
+from .splats import FormatError
 from .trainer import Trainer, refused
+from .trajectory import write_poses
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ class Mapper:
             raise CheckpointError("checkpoint.resume is true, but checkpoint.path is empty: it must name the file")
         if config.checkpoint.resume and os.path.exists(config.checkpoint.path):
             self.resume(config.checkpoint.path)
+        elif config.train.start_map:
+            try:
+                self._start_from(config.train.start_map)
+            except BaseException:
+                self._engine.close()
+                raise
 
     # ---- T0 -------------------------------------------------------------------------------------------------------
     def submit(self, frame: Frame) -> None:
@@ -82,10 +91,10 @@ class Mapper:
             self._inbox.drop_all("error")
 
     def command(self, name: str, *args) -> Future:
-        """Queue a command for T1 (inline mode: run it now): save_map(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
+        """Queue a command for T1 (inline mode: run it now): save_map(path), save_poses(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
         view(T_world_cam|None, camera|None), configure(Config), evaluate(), refine(seconds)."""
         future: Future = Future()
-        if name not in ("save_map", "save_checkpoint", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine"):
+        if name not in ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine"):
             settle(future, ValueError(f"unknown command '{name}'"))
         elif self._thread is None:
             self._run_command(name, args, future)
@@ -354,6 +363,17 @@ class Mapper:
             self._problem = str(e)
             return None
 
+    def _start_from(self, path: str) -> None:
+        """The Gaussians of a file, before the first frame. Raises FormatError, one line, and NativeError."""
+        splats = read_start_map(path, self.config.engine)
+        try:
+            self._trainer.begin_with(splats)
+        except NativeError as e:
+            if not refused(e):
+                raise
+            raise FormatError(f"train.start_map {path}: {len(splats.means)} Gaussians do not fit: {e}; thin the map with `spirula convert --min-opacity`") from None
+        self._tell()
+
     # ---- checkpoints ---------------------------------------------------------------------------------------------------
     def resume(self, path: str) -> Resumed:
         """Before start() and the first frame: go on with the map of a checkpoint, under the parameters of this run. Raises
@@ -423,6 +443,10 @@ class Mapper:
     # ---- commands ----------------------------------------------------------------------------------------------------
     def _do_save_map(self, path: str) -> int:
         return self._output.save_map(path)
+
+    def _do_save_poses(self, path: str) -> int:
+        """Of the keyframes, as they are now (refined), in the order in which they came; returns how many."""
+        return write_poses(path, [(k.frame.stamp_ns, k.frame.camera, k.frame.T_world_cam) for k in self._keyframes])
 
     def _do_mesh(self, path: str) -> None:
         self._output.write_mesh(path, self._keyframes.spread(MESH_FRAMES))

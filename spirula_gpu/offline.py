@@ -18,10 +18,10 @@ from .camera import Frame
 from .config import EngineConfig, InsertConfig, param
 from .metrics import cc_psnr, psnr, ssim
 from .native import Engine, Hyper, InsertParams, NativeError, view
+from .splats import SH0
 from .strategy import GrowConfig, Growth
 
 ADAM_EPS = 1e-15
-SH0 = 0.28209479177387814  # the constant spherical harmonic: colour = 0.5 + SH0 * coefficient
 
 
 @dataclass(frozen=True)

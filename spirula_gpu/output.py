@@ -8,11 +8,13 @@ import numpy as np
 
 from .camera import Camera, Frame
 from .config import Config
+from .formats import format_of, write_map
 from .keyframes import Keyframe
 from .mesh import MeshError
 from .metrics import psnr, ssim
 from .native import PARAMETERS, Engine, view
 from .report import MeshChunk
+from .splats import Splats
 
 MESH_FRAMES = 300   # keyframes that a mesh file is made of, at most
 FUSE_PER_UPDATE = 8  # keyframes fused per live update of the mesh
@@ -87,10 +89,9 @@ class Output:
 
     # ---- files ------------------------------------------------------------------------------------------------------
     def save_map(self, path: str) -> int:
-        """The 3DGS .ply; returns the number of Gaussians. Raises ValueError when there are none: nothing is overwritten."""
+        """In the format that the suffix says (formats.py); returns the number of Gaussians. Raises ValueError when there are none or the
+        suffix is unknown: nothing is overwritten."""
+        format_of(path)
         if not len(self._engine):
             raise ValueError(f"the map is empty; {path} was not touched")
-        from .ply import Splats, write_ply
-        splats = Splats(*(self._engine.read(f"map.{name}") for name in PARAMETERS))
-        write_ply(path, splats)
-        return len(splats.means)
+        return write_map(path, Splats(*(self._engine.read(f"map.{name}") for name in PARAMETERS)))

@@ -6,12 +6,15 @@ import os
 import sys
 
 from .errors import InputError
+from .files import add_files
 
 EXAMPLES = """examples:
   spirula bag synthetic room                       a recording of a synthetic room, with ground truth
   spirula replay room --lossless --out out         map it; report, pictures, .ply and mesh in out/
   spirula replay drive.mcap --backend cuda         a recording of your own, in real time
   spirula replay room --via-ros                    the same through real ROS 2 topics and the node
+  spirula info out/map.ply                         what a file holds: map, recording, checkpoint, mesh, poses
+  spirula convert out/map.ply map.spz              a map for the web; also .compressed.ply, .splat, .npy ..
   spirula forecast --gaussians 10e6 --size 1920x1080 --precision compact
                                                    the memory that such a map needs
   spirula params > my.yaml                         every parameter; then: spirula replay room --config my.yaml
@@ -53,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 def _is_input_error(error: Exception) -> bool:
     from spirula_gpu.native import NativeError
     from spirula_gpu.checkpoint_file import CheckpointError
-    return isinstance(error, (InputError, CheckpointError, NativeError))
+    from spirula_gpu.splats import FormatError
+    return isinstance(error, (InputError, CheckpointError, FormatError, NativeError))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     info.add_argument("bag", metavar="BAG")
     add_topics(info)
     info.set_defaults(run=run_info)
+    add_files(commands)
     add_forecast(commands)
     params = commands.add_parser("params", help="print every parameter as a file for --config and ROS")
     params.add_argument("--config", metavar="F", help="start from this file")
@@ -92,7 +97,7 @@ class Version(argparse.Action):
 
 def add_replay(commands) -> None:
     p = _parser(commands.add_parser, "replay", help="map a recording", epilog=REPLAY_EXAMPLES,
-                description="Maps a rosbag2 recording (mcap or sqlite3) and writes report.json, renders/, compare.png, map.ply and mesh.ply.")
+                description="Maps a rosbag2 recording (mcap or sqlite3) and writes report.json, renders/, compare.png, map.ply, poses.txt and mesh.ply.")
     p.add_argument("bag", metavar="BAG", help="rosbag2 directory, .mcap or .db3 file")
     p.add_argument("--out", metavar="DIR", default="spirula_out", help="where the results go (default: %(default)s)")
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="engine (default: auto)")

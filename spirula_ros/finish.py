@@ -26,7 +26,8 @@ def finish(mapper: Mapper, command: Callable[..., Future], output: OutputConfig,
     refined = time.monotonic()
     timing = {"stream_s": round(streamed - started, 3), "refine_s": round(refined - streamed, 3),
               "steps_per_s": round(mapper.status().steps / max(refined - started, 1e-9), 2)}
-    return write_report(output.report_dir, mapper, ask=lambda *words: command(*words).result(), seconds=round(refined - started, 3), timing=timing, mesh=output.mesh)
+    return write_report(output.report_dir, mapper, ask=lambda *words: command(*words).result(), seconds=round(refined - started, 3), timing=timing, mesh=output.mesh,
+                        map_file=output.map_file)
 
 
 def wait_until_idle(mapper: Mapper) -> None:

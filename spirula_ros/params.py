@@ -9,6 +9,7 @@ from typing import Any, Iterator
 
 from spirula_gpu import config as engine
 from spirula_gpu.config import Config, param, replaced
+from spirula_gpu.formats import FormatError, format_of
 
 from .intake import IntakeConfig
 
@@ -43,8 +44,9 @@ class PublishConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    map_path: str = param("", "", "~/save_map without a path writes here (3DGS .ply), and so does a clean shutdown; empty = no file at shutdown")
-    report_dir: str = param("", "", "~/finish writes report.json, renders/, map.ply, mesh.ply and compare.png here")
+    map_path: str = param("", "", "~/save_map without a path writes here, in the format of its suffix (see map_file), and so does a clean shutdown; empty = no file at shutdown")
+    report_dir: str = param("", "", "~/finish writes report.json, renders/, the map, poses.txt, mesh.ply and compare.png here")
+    map_file: str = param("map.ply", "", "name of the map in report_dir; the suffix says the format: .ply | .compressed.ply | .splat | .spz | .npy | .f32.gz | .points.ply")
     refine_seconds: float = param(0.0, "s", "training time that ~/finish adds before it measures; 0 = no limit", 0, 1e6, True)
     refine_steps: int = param(0, "steps", ".. and training steps; the first limit counts, both 0 = none", 0, 1_000_000_000, True)
     mesh: bool = param(True, "", "~/finish also writes mesh.ply", live=True)
@@ -88,9 +90,20 @@ def split(values: dict[str, Any], ros: RosConfig = RosConfig(), config: Config =
     for name, value in values.items():
         if name in CHOICES and value not in CHOICES[name]:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(CHOICES[name])}")
+        if name in ("output.map_path", "output.map_file") and value:
+            _check_map_file(name, value)
     ours = {name for name, _, _ in engine.rows(ros)}
     return (replaced(ros, {k: v for k, v in values.items() if k in ours}),
             replaced(config, {k: v for k, v in values.items() if k not in ours}))
+
+
+def _check_map_file(name: str, value: Any) -> None:
+    try:
+        format_of(value)
+    except (FormatError, TypeError) as error:
+        raise ValueError(f"{name} = {value!r}: {error}") from None
+    if name == "output.map_file" and "/" in value:
+        raise ValueError(f"{name} = {value!r}: a name, it lies in output.report_dir")
 
 
 def describe(field: dataclasses.Field) -> str:

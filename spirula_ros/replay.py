@@ -131,7 +131,8 @@ class Run:
         extra = {"bag": Path(self.options.bag).name, "mode": "lossless" if self.options.rate is None else f"rate {self.options.rate:g}",
                  "topics": self.topics.chosen(), "stopped_early": self.stopped_early, "bag_problem": self.problem,
                  "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}
-        return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh)
+        return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh,
+                            map_file=self.settings.ros.output.map_file)
 
     def save(self) -> None:
         """The checkpoint, when checkpoint.path names one and there is a map. Raises InputError."""

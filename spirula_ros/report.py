@@ -1,4 +1,4 @@
-"""What a run leaves behind: report.json, renders/<stamp_ns>.png of the held-out frames, compare.png, map.ply, mesh.ply.
+"""What a run leaves behind: report.json, renders/<stamp_ns>.png of the held-out frames, compare.png, the map, poses.txt, mesh.ply.
 
 The same for `spirula replay`, in one process or through topics. Every file appears whole or not at all. report.json holds wall-clock
 values (and the process's own memory) under `seconds` and `timing` only, so that two runs that did the same are equal elsewhere.
@@ -40,7 +40,7 @@ def prepare_folder(out: str | Path) -> Path:
 
 
 def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: float | None = None, timing: dict | None = None,
-                 extra: dict | None = None, mesh: bool = True) -> str:
+                 extra: dict | None = None, mesh: bool = True, map_file: str = "map.ply") -> str:
     """Measures the held-out frames and writes everything. Returns one sentence about the outcome. Raises InputError if `out` cannot
     be written, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
     out = prepare_folder(out)
@@ -54,9 +54,11 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
     if held_out:
         write_png(out / "compare.png", compare_picture(held_out))
     if report["gaussians"]:
-        _through_temporary(out / "map.ply", lambda path: ask("save_map", path))
+        _through_temporary(out / map_file, lambda path: ask("save_map", path))
         if mesh:
             _through_temporary(out / "mesh.ply", lambda path: ask("mesh", path))
+    if report["keyframes"]:
+        _through_temporary(out / "poses.txt", lambda path: ask("save_poses", path))
     return sentence(report, out)
 
 
@@ -157,7 +159,7 @@ def _error_scale(width: int, left: int) -> np.ndarray:
 # ---- details ---------------------------------------------------------------------------------------------------------
 
 def _through_temporary(path: Path, write: Callable[[str], Any]) -> None:
-    temporary = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    temporary = path.with_name(f".unfinished.{path.name}")  # the suffix says the format
     try:
         write(str(temporary))
         temporary.replace(path)

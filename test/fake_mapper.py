@@ -52,7 +52,7 @@ class FakeMapper:
 
     def _run(self, future, name, args):
         try:
-            if name in ("save_map", "mesh"):
+            if name in ("save_map", "save_poses", "mesh"):
                 with open(args[0], "w") as file:
                     file.write("ply\n")
             if name == "configure":

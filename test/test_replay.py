@@ -80,7 +80,7 @@ class DoubleMapper:
         if name == "refine":
             self.steps += 10
             time.sleep(args[0])
-        if name in ("save_map", "mesh"):
+        if name in ("save_map", "save_poses", "mesh"):
             with open(args[0], "w") as file:
                 file.write("ply\n")
         future.set_result([HeldOut(f, 20.0 + i) for i, f in enumerate(self.held_out)] if name == "evaluate" else None)
@@ -147,12 +147,12 @@ def test_files(room, tmp_path):
     assert len(names) == 5 and {p.name for p in (out / "renders").iterdir()} == names | {"mine.png"}  # 17.png: of an earlier run
     held = mapper.held_out[0]
     assert np.array_equal(cv2.imread(str(out / "renders" / f"{held.stamp_ns}.png"))[..., ::-1], 255 - held.rgb)
-    assert {p.name for p in out.iterdir()} == {"report.json", "renders", "map.ply", "mesh.ply", "compare.png"}
+    assert {p.name for p in out.iterdir()} == {"report.json", "renders", "map.ply", "poses.txt", "mesh.ply", "compare.png"}
 
 
 def test_no_mesh_no_holdout(room, tmp_path):
     mapper, found, _ = run(room, tmp_path / "out", holdout=0, mesh=False)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.json", "renders", "map.ply"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.json", "renders", "map.ply", "poses.txt"}
     assert found["heldout_psnr"] is None and found["heldout"] == []
 
 

@@ -1,0 +1,104 @@
+"""Gaussians as files hold them, and what several formats do to them: bytes for opacities, three numbers for a rotation."""
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+SH0 = 0.28209479177387814  # the constant spherical harmonic: colour = 0.5 + SH0 * coefficient
+BLOCK = 1 << 16            # Gaussians that a writer packs at a time
+
+
+class FormatError(ValueError):
+    """A file that cannot be read, or a map that cannot be written as asked: one line that says which, what is wrong, the limit and the remedy."""
+
+
+class Splats(NamedTuple):
+    """Gaussians in raw parameters, all float32."""
+    means: np.ndarray            # [N,3] map frame, m
+    quats: np.ndarray            # [N,4] wxyz
+    log_scales: np.ndarray       # [N,3] log of m
+    logit_opacities: np.ndarray  # [N]
+    sh: np.ndarray               # [N,K,3], K = (degree+1)^2
+
+    @property
+    def degree(self) -> int:
+        return math.isqrt(self.sh.shape[1]) - 1
+
+    def chosen(self, which) -> "Splats":
+        """Those of a mask, a slice or indices."""
+        return Splats(*(x[which] for x in self))
+
+    def finite(self) -> np.ndarray:
+        """[N] bool: the others are never drawn."""
+        return np.logical_and.reduce([np.isfinite(x.reshape(len(x), -1)).all(1) for x in self])
+
+    def with_degree(self, degree: int) -> "Splats":
+        """Higher SH degrees are cut off, missing ones are 0."""
+        k, have = (degree + 1) ** 2, self.sh.shape[1]
+        if k == have:
+            return self
+        sh = np.zeros((len(self.sh), k, 3), np.float32)
+        sh[:, :have] = self.sh[:, :k]
+        return self._replace(sh=sh)
+
+    def blocks(self):
+        """The same Gaussians, BLOCK at a time."""
+        return (self.chosen(np.s_[first:first + BLOCK]) for first in range(0, len(self.means), BLOCK))
+
+
+def opacities(splats: Splats) -> np.ndarray:
+    """[N] float32, 0..1."""
+    return 1 / (1 + np.exp(-np.clip(splats.logit_opacities, -80, 80)))
+
+
+def colors(splats: Splats) -> np.ndarray:
+    """[N,3] float32: the colour without its dependence on the view; may leave 0..1."""
+    return 0.5 + SH0 * splats.sh[:, 0]
+
+
+def as_byte(x: np.ndarray) -> np.ndarray:
+    """The nearest of 0..255; uint8."""
+    return np.rint(np.clip(x, 0, 255)).astype(np.uint8)
+
+
+def logits_of_bytes(x: np.ndarray) -> np.ndarray:
+    """Opacities x/255 as logits. 0 and 255 stand for what rounds to them: their own logits are infinite."""
+    p = np.clip(x, 0.25, 254.75) / 255
+    return np.log(p / (1 - p)).astype(np.float32)
+
+
+def unit(quats: np.ndarray) -> np.ndarray:
+    """[N,4] float64 of length 1; a quaternion of length 0 becomes the identity (w first)."""
+    q = quats.astype(np.float64)
+    length = np.linalg.norm(q, axis=1, keepdims=True)
+    return np.where(length > 0, q / np.where(length > 0, length, 1), [1.0, 0, 0, 0])
+
+
+def without_largest(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """q [N,4] of length 1 -> (index [N] of the component that is largest in magnitude, the other three [N,3], in order, with the sign that
+    makes the largest one positive): |others| <= sqrt(1/2)."""
+    largest = np.abs(q).argmax(1)
+    at = largest[:, None]
+    q = np.where(np.take_along_axis(q, at, 1) < 0, -q, q)
+    return largest, q[np.arange(4) != at].reshape(-1, 3)
+
+
+def with_largest(largest: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The inverse of without_largest."""
+    q = np.empty((len(others), 4), np.float64)
+    kept = np.arange(4) != largest[:, None]
+    q[kept] = others.ravel()
+    q[~kept] = np.sqrt(np.maximum(0, 1 - (others**2).sum(1)))
+    return q
+
+
+def covariances(splats: Splats) -> np.ndarray:
+    """[N,6] float32, m^2: xx xy xz yy yz zz of R diag(scale^2) R^T."""
+    w, x, y, z = unit(splats.quats).T
+    R = np.stack([1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y), 2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x),
+                  2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)], 1).reshape(-1, 3, 3)
+    M = R * np.exp(splats.log_scales.astype(np.float64))[:, None]
+    S = M @ M.transpose(0, 2, 1)
+    return np.stack([S[:, i, j] for i, j in ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))], 1).astype(np.float32)

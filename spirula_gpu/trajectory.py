@@ -1,0 +1,54 @@
+"""Poses as files: TUM (one line a frame) and COLMAP (cameras and images, which trainers and COLMAP itself read)."""
+from __future__ import annotations
+
+import os
+from typing import Iterable
+
+import numpy as np
+from scipy.spatial.transform import Rotation
+
+from .camera import Camera
+from .ply import write_atomically
+from .splats import FormatError
+
+Posed = tuple[int, Camera, np.ndarray]  # stamp_ns, camera, T_world_cam [4,4]; camera axes x right, y down, z forward
+
+
+def write_poses(path: str | os.PathLike, posed: Iterable[Posed]) -> int:
+    """`path` with .txt: TUM; without a suffix, or ending in /: a folder with a COLMAP model as text. Returns how many poses.
+    Raises FormatError for another suffix or no poses, OSError."""
+    posed, path = list(posed), os.fspath(path)
+    suffix = "" if path.endswith("/") else os.path.splitext(path)[1]
+    if suffix not in ("", ".txt"):
+        raise FormatError(f"{path}: poses are written to a .txt (TUM) or a folder (COLMAP), not to {suffix}")
+    if not posed:
+        raise FormatError(f"{path} was not touched: there are no poses")
+    (_write_tum if suffix else _write_colmap)(path, posed)
+    return len(posed)
+
+
+def _write_tum(path: str, posed: list[Posed]) -> None:
+    lines = ["# stamp tx ty tz qx qy qz qw: T_world_cam, metres; camera axes x right, y down, z forward"]
+    for stamp_ns, _, T in posed:
+        q = Rotation.from_matrix(T[:3, :3]).as_quat()
+        lines.append(f"{stamp_ns // 10**9}.{stamp_ns % 10**9:09d} " + _numbers([*T[:3, 3], *q]))
+    write_atomically(path, ("\n".join(lines) + "\n").encode())
+
+
+def _write_colmap(folder: str, posed: list[Posed]) -> None:
+    """cameras.txt, images.txt (<stamp_ns>.png, world to camera) and a points3D.txt without points. COLMAP has the centre of the first pixel
+    at (0.5, 0.5), as Camera."""
+    os.makedirs(folder, exist_ok=True)
+    ids: dict[Camera, int] = {}
+    images = ["# IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME, then a line of observations (none)"]
+    for n, (stamp_ns, camera, T) in enumerate(posed, 1):
+        T_cam_world = np.linalg.inv(T)
+        q = np.roll(Rotation.from_matrix(T_cam_world[:3, :3]).as_quat(), 1)
+        images += [f"{n} {_numbers([*q, *T_cam_world[:3, 3]])} {ids.setdefault(camera, len(ids) + 1)} {stamp_ns}.png", ""]
+    cameras = ["# CAMERA_ID MODEL WIDTH HEIGHT fx fy cx cy", *(f"{id} PINHOLE {c.width} {c.height} {_numbers([c.fx, c.fy, c.cx, c.cy])}" for c, id in ids.items())]
+    for name, lines in (("cameras", cameras), ("images", images), ("points3D", ["# no points"])):
+        write_atomically(os.path.join(folder, f"{name}.txt"), ("\n".join(lines) + "\n").encode())
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return " ".join(f"{v:.17g}" for v in values)
