@@ -163,7 +163,7 @@ def test_distorted_images_are_rectified_with_their_depth():
     lens = convert.rectifier_from_info(m.info(T0, W, H, 5.0, d=[-0.3, 0, 0, 0, 0]))
     assert frame.camera == lens.camera != lens.raw
     np.testing.assert_array_equal(frame.rgb, lens.rgb(RGB))
-    np.testing.assert_array_equal(frame.depth_m, lens.depth(depth_m))
+    np.testing.assert_array_equal(frame.depth_m, lens.nearest(depth_m))
     assert not np.array_equal(frame.depth_m, depth_m)
 
 

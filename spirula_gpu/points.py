@@ -1,0 +1,121 @@
+"""Points of a lidar as depth of a camera: `project` makes the sparse depth image, `fill` what lies between its samples.
+
+Inverse depth is what is interpolated: a plane is linear in it over the image (1/z = (n . ray) / d), so planes come out exactly.
+A depth image whose samples stand close together, with holes or without, is left as it is by both.
+"""
+from __future__ import annotations
+
+import numpy as np
+import cv2
+
+from .camera import Camera
+
+NEAR_M = 0.01          # points nearer than this to the image plane are not seen
+JUMP = 0.05            # of inverse depth, relative: two samples that differ by more are of two surfaces ..
+SLANT_JUMP = 0.3       # .. or, up to this, of a slanted one that continues on one side as it runs between them
+REACH = 2.0            # gaps up to so many sampling distances are filled ..
+LARGEST_GAP = 1 / 8    # .. but none of more than this share of the image's height
+SATURATED = 1.2        # see sampling_distance
+
+
+def project(points_cam: np.ndarray, camera: Camera) -> np.ndarray:
+    """depth_m [H,W] float32, camera z in metres, 0 = unknown: the nearest of the points [P,3] float (camera axes x right, y down,
+    z forward, m) in each pixel, without those that a nearer surface hides. Between the samples of that surface there are gaps through which
+    one sees a point that the lidar saw from elsewhere: it is hidden when nearer samples (by more than JUMP) lie on two opposite sides of it within the
+    sampling distance. At the outline of a surface they lie on one side only, and the point stays."""
+    z = points_cam[:, 2]
+    points_cam = points_cam[z > NEAR_M]  # also drops NaN
+    inverse = (1.0 / points_cam[:, 2]).astype(np.float32)
+    u, v = (np.floor(points_cam[:, k] * inverse * f + c) for k, f, c in ((0, camera.fx, camera.cx), (1, camera.fy, camera.cy)))
+    inside = (u >= 0) & (u < camera.width) & (v >= 0) & (v < camera.height)
+    at = (v[inside] * camera.width + u[inside]).astype(np.intp)
+    out = np.zeros(camera.height * camera.width, np.float32)
+    np.maximum.at(out, at, inverse[inside])
+    out = out.reshape(camera.height, camera.width)
+    out[_hidden(out)] = 0
+    return _inverted(out)
+
+
+def _hidden(inverse: np.ndarray) -> np.ndarray:
+    """[H,W] bool: see `project`; inverse [H,W] float32, 0 = unknown."""
+    s = sampling_distance(inverse > 0)
+    if s == 1:
+        return np.zeros(inverse.shape, bool)
+    n, limit, padded = int(np.ceil(s)), inverse * (1 + JUMP), np.pad(inverse, 1)
+    half = n // 2
+
+    def nearer(side: np.ndarray, size: tuple[int, int], anchor: tuple[int, int]) -> np.ndarray:
+        """Whether a nearer sample lies up to n pixels away on one side; side: the image, moved by a pixel so that this row or column does not count."""
+        return cv2.dilate(side, np.ones(size, np.uint8), anchor=anchor, borderType=cv2.BORDER_CONSTANT, borderValue=0) > limit
+    across, along = (n, 2 * half + 1), (2 * half + 1, n)
+    above, below = nearer(padded[:-2, 1:-1], across, (half, n - 1)), nearer(padded[2:, 1:-1], across, (half, 0))
+    left, right = nearer(padded[1:-1, :-2], along, (n - 1, half)), nearer(padded[1:-1, 2:], along, (0, half))
+    return (inverse > 0) & ((above & below) | (left & right))
+
+
+def sampling_distance(known: np.ndarray) -> float:
+    """Pixels between neighbouring samples, by box counting: `known` [H,W] bool is covered with boxes of c pixels, and the area of the boxes that hold
+    a sample grows with c until there are no gaps between samples any more. Holes and what the lidar does not reach stay outside. Of scan
+    lines it is the distance between the lines; 1: the samples lie beside each other. Within a factor of 1.5."""
+    rows, columns = np.nonzero(known)
+    if len(rows) < 2:
+        return 1.0
+    height, width = known.shape
+    area, c = [], 1.0
+    while c <= max(LARGEST_GAP * height, 2) * 2:
+        across = int(width / c) + 1
+        boxes = np.zeros((int(height / c) + 1) * across, bool)
+        boxes[(rows / c).astype(np.intp) * across + (columns / c).astype(np.intp)] = True
+        area.append(c * c * np.count_nonzero(boxes))
+        if len(area) > 2 and area[-1] < SATURATED * area[-3]:
+            return c / 2
+        c *= np.sqrt(2)
+    return c / 2
+
+
+def fill(depth_m: np.ndarray) -> np.ndarray:
+    """depth_m [H,W] float32, m, 0 = unknown -> the same with what lies between neighbouring samples of one surface.
+
+    Gaps along rows and columns, the shortest first, from 2 pixels to REACH sampling distances: what is filled in a short one helps with the
+    longer. Linear in inverse depth between the two ends. Nothing across a discontinuity, and nothing where there are no samples around."""
+    inverse = _inverted(depth_m)
+    s = sampling_distance(inverse > 0)
+    if s == 1:
+        return depth_m
+    limit, gap = max(2, min(REACH * s, LARGEST_GAP * depth_m.shape[0])), 2
+    while True:
+        gap = min(gap, limit)
+        _bridge(inverse, gap)
+        across = np.ascontiguousarray(inverse.T)
+        _bridge(across, gap)
+        inverse = np.ascontiguousarray(across.T)
+        if gap == limit:
+            return np.where(depth_m > 0, depth_m, _inverted(inverse))
+        gap *= 2
+
+
+def _bridge(inverse: np.ndarray, gap: float) -> None:
+    """Fills along the rows, in place, between samples at most `gap` pixels apart that are of one surface."""
+    flat, width = inverse.reshape(-1), inverse.shape[1]
+    at = np.flatnonzero(flat)
+    step = np.diff(at)
+    k = np.flatnonzero((step > 1) & (step <= gap))
+    k = k[at[k] // width == at[k + 1] // width]
+    first, n, a, b = at[k], step[k], flat[at[k]], flat[at[k + 1]]
+    jump, least, slope = np.abs(b - a), np.minimum(a, b), (b - a) / n.astype(np.float32)
+
+    def goes_on(k: np.ndarray) -> np.ndarray:
+        """Whether the surface between samples k and k + 1 has that slope too."""
+        k = k.clip(0, len(step) - 1)
+        near = (step[k] <= gap) & (at[k] // width == at[k + 1] // width)
+        return near & (np.abs((flat[at[k + 1]] - flat[at[k]]) / step[k] - slope) * n <= JUMP * least)
+    good = jump <= JUMP * least
+    good |= (jump <= SLANT_JUMP * least) & (goes_on(k - 1) | goes_on(k + 1))
+    first, inner, a, slope = first[good], n[good] - 1, a[good], slope[good]
+    i = np.arange(int(inner.sum())) - np.repeat(np.cumsum(inner) - inner, inner) + 1  # 1 .. inner within each gap
+    flat[np.repeat(first, inner) + i] = np.repeat(a, inner) + np.repeat(slope, inner) * i.astype(np.float32)
+
+
+def _inverted(x: np.ndarray) -> np.ndarray:
+    """1/x, and 0 where x is 0."""
+    return np.divide(1.0, x, out=np.zeros_like(x), where=x > 0)
