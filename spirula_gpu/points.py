@@ -13,15 +13,15 @@ from .camera import Camera
 NEAR_M = 0.01          # points nearer than this to the image plane are not seen
 JUMP = 0.05            # of inverse depth, relative: two samples that differ by more are of two surfaces ..
 SLANT_JUMP = 0.3       # .. or, up to this, of a slanted one that continues on one side as it runs between them
-REACH = 2.0            # gaps up to so many sampling distances are filled ..
-LARGEST_GAP = 1 / 8    # .. but none of more than this share of the image's height
-SATURATED = 1.2        # see sampling_distance
+REACH = 2              # gaps of up to so many sampling distances are filled
+LARGEST_GAP = 1 / 16   # of the image's height: samples farther apart are taken for ones that are not
+SATURATED = 1.25       # see sampling_distance
 
 
 def project(points_cam: np.ndarray, camera: Camera) -> np.ndarray:
     """depth_m [H,W] float32, camera z in metres, 0 = unknown: the nearest of the points [P,3] float (camera axes x right, y down,
     z forward, m) in each pixel, without those that a nearer surface hides. Between the samples of that surface there are gaps through which
-    one sees a point that the lidar saw from elsewhere: it is hidden when nearer samples (by more than JUMP) lie on two opposite sides of it within the
+    one sees a point that the lidar saw from elsewhere: it is hidden when nearer samples lie on two opposite sides of it within the
     sampling distance. At the outline of a surface they lie on one side only, and the point stays."""
     z = points_cam[:, 2]
     points_cam = points_cam[z > NEAR_M]  # also drops NaN
@@ -32,17 +32,17 @@ def project(points_cam: np.ndarray, camera: Camera) -> np.ndarray:
     out = np.zeros(camera.height * camera.width, np.float32)
     np.maximum.at(out, at, inverse[inside])
     out = out.reshape(camera.height, camera.width)
-    out[_hidden(out)] = 0
+    out[_hidden(out, camera.fx)] = 0
     return _inverted(out)
 
 
-def _hidden(inverse: np.ndarray) -> np.ndarray:
+def _hidden(inverse: np.ndarray, f_px: float) -> np.ndarray:
     """[H,W] bool: see `project`; inverse [H,W] float32, 0 = unknown."""
-    s = sampling_distance(inverse > 0)
-    if s == 1:
+    n = sampling_distance(inverse > 0)
+    if n == 1:
         return np.zeros(inverse.shape, bool)
-    n, limit, padded = int(np.ceil(s)), inverse * (1 + JUMP), np.pad(inverse, 1)
-    half = n // 2
+    half, padded = n // 2, np.pad(inverse, 1)
+    limit = inverse * (1 + JUMP + n / f_px)  # in a corner of two walls, each at 45 degrees to the ray, 1/z grows by 1 / f_px a pixel
 
     def nearer(side: np.ndarray, size: tuple[int, int], anchor: tuple[int, int]) -> np.ndarray:
         """Whether a nearer sample lies up to n pixels away on one side; side: the image, moved by a pixel so that this row or column does not count."""
@@ -53,24 +53,19 @@ def _hidden(inverse: np.ndarray) -> np.ndarray:
     return (inverse > 0) & ((above & below) | (left & right))
 
 
-def sampling_distance(known: np.ndarray) -> float:
-    """Pixels between neighbouring samples, by box counting: `known` [H,W] bool is covered with boxes of c pixels, and the area of the boxes that hold
-    a sample grows with c until there are no gaps between samples any more. Holes and what the lidar does not reach stay outside. Of scan
-    lines it is the distance between the lines; 1: the samples lie beside each other. Within a factor of 1.5."""
-    rows, columns = np.nonzero(known)
-    if len(rows) < 2:
-        return 1.0
-    height, width = known.shape
-    area, c = [], 1.0
-    while c <= max(LARGEST_GAP * height, 2) * 2:
-        across = int(width / c) + 1
-        boxes = np.zeros((int(height / c) + 1) * across, bool)
-        boxes[(rows / c).astype(np.intp) * across + (columns / c).astype(np.intp)] = True
-        area.append(c * c * np.count_nonzero(boxes))
-        if len(area) > 2 and area[-1] < SATURATED * area[-3]:
-            return c / 2
-        c *= np.sqrt(2)
-    return c / 2
+def sampling_distance(known: np.ndarray) -> int:
+    """Pixels between neighbouring samples, a power of two, by box counting: `known` [H,W] bool is covered with boxes of 1, 2, 4, .. pixels, and the area
+    of the boxes that hold a sample grows until there are no gaps between samples any more. Holes, and what the lidar does not reach, stay
+    outside. Of scan lines it is the distance between the lines, of scattered samples 1.5 times their mean distance; 1: they lie beside each other."""
+    size, area, largest = 1, np.count_nonzero(known), LARGEST_GAP * known.shape[0]
+    while size <= largest:
+        known = np.pad(known, [(0, n % 2) for n in known.shape])
+        known = known[::2, ::2] | known[1::2, ::2] | known[::2, 1::2] | known[1::2, 1::2]
+        larger = 4 * size * size * np.count_nonzero(known)
+        if larger <= SATURATED * area:
+            break
+        size, area = 2 * size, larger
+    return size
 
 
 def fill(depth_m: np.ndarray) -> np.ndarray:
@@ -78,20 +73,17 @@ def fill(depth_m: np.ndarray) -> np.ndarray:
 
     Gaps along rows and columns, the shortest first, from 2 pixels to REACH sampling distances: what is filled in a short one helps with the
     longer. Linear in inverse depth between the two ends. Nothing across a discontinuity, and nothing where there are no samples around."""
-    inverse = _inverted(depth_m)
-    s = sampling_distance(inverse > 0)
-    if s == 1:
+    distance = sampling_distance(depth_m > 0)
+    if distance == 1:
         return depth_m
-    limit, gap = max(2, min(REACH * s, LARGEST_GAP * depth_m.shape[0])), 2
-    while True:
-        gap = min(gap, limit)
+    inverse, gap = _inverted(depth_m), 2
+    while gap <= REACH * distance:
         _bridge(inverse, gap)
         across = np.ascontiguousarray(inverse.T)
         _bridge(across, gap)
-        inverse = np.ascontiguousarray(across.T)
-        if gap == limit:
-            return np.where(depth_m > 0, depth_m, _inverted(inverse))
-        gap *= 2
+        inverse, gap = np.ascontiguousarray(across.T), 2 * gap
+    _bridge(inverse, gap // 2)
+    return np.where(depth_m > 0, depth_m, _inverted(inverse))
 
 
 def _bridge(inverse: np.ndarray, gap: float) -> None:
