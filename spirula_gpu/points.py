@@ -5,8 +5,8 @@ A depth image whose samples stand close together, with holes or without, is left
 """
 from __future__ import annotations
 
-import numpy as np
 import cv2
+import numpy as np
 
 from .camera import Camera
 
@@ -14,8 +14,8 @@ NEAR_M = 0.01          # points nearer than this to the image plane are not seen
 JUMP = 0.05            # of inverse depth, relative: two samples that differ by more are of two surfaces ..
 SLANT_JUMP = 0.3       # .. or, up to this, of a slanted one that continues on one side as it runs between them
 REACH = 2              # gaps of up to so many sampling distances are filled
-LARGEST_GAP = 1 / 16   # of the image's height: samples farther apart are taken for ones that are not
-SATURATED = 1.25       # see sampling_distance
+FARTHEST = 1 / 8       # of the image's height: samples at larger distances are not of surfaces that could be filled
+SATURATED = 1.3        # see sampling_distance
 
 
 def project(points_cam: np.ndarray, camera: Camera) -> np.ndarray:
@@ -26,9 +26,10 @@ def project(points_cam: np.ndarray, camera: Camera) -> np.ndarray:
     z = points_cam[:, 2]
     points_cam = points_cam[z > NEAR_M]  # also drops NaN
     inverse = (1.0 / points_cam[:, 2]).astype(np.float32)
-    u, v = (np.floor(points_cam[:, k] * inverse * f + c) for k, f, c in ((0, camera.fx, camera.cx), (1, camera.fy, camera.cy)))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is not inside
+        u, v = (np.floor(points_cam[:, k] * inverse * f + c) for k, f, c in ((0, camera.fx, camera.cx), (1, camera.fy, camera.cy)))
     inside = (u >= 0) & (u < camera.width) & (v >= 0) & (v < camera.height)
-    at = (v[inside] * camera.width + u[inside]).astype(np.intp)
+    at = v[inside].astype(np.intp) * camera.width + u[inside].astype(np.intp)
     out = np.zeros(camera.height * camera.width, np.float32)
     np.maximum.at(out, at, inverse[inside])
     out = out.reshape(camera.height, camera.width)
@@ -56,16 +57,17 @@ def _hidden(inverse: np.ndarray, f_px: float) -> np.ndarray:
 def sampling_distance(known: np.ndarray) -> int:
     """Pixels between neighbouring samples, a power of two, by box counting: `known` [H,W] bool is covered with boxes of 1, 2, 4, .. pixels, and the area
     of the boxes that hold a sample grows until there are no gaps between samples any more. Holes, and what the lidar does not reach, stay
-    outside. Of scan lines it is the distance between the lines, of scattered samples 1.5 times their mean distance; 1: they lie beside each other."""
-    size, area, largest = 1, np.count_nonzero(known), LARGEST_GAP * known.shape[0]
+    outside. Of scan lines it is the distance between the lines, of scattered samples 1.5 times their mean distance. 1: they lie beside each other, or
+    so far apart that nothing can be said about what is between them."""
+    size, area, largest = 1, np.count_nonzero(known), FARTHEST * known.shape[0]
     while size <= largest:
         known = np.pad(known, [(0, n % 2) for n in known.shape])
         known = known[::2, ::2] | known[1::2, ::2] | known[::2, 1::2] | known[1::2, 1::2]
         larger = 4 * size * size * np.count_nonzero(known)
         if larger <= SATURATED * area:
-            break
+            return size
         size, area = 2 * size, larger
-    return size
+    return 1
 
 
 def fill(depth_m: np.ndarray) -> np.ndarray:

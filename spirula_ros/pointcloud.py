@@ -29,10 +29,11 @@ def points_from_msg(msg: Any) -> np.ndarray:
                                        f"{msg.width * msg.point_step} and {needed} bytes of data, has {len(data)}; the publisher is broken or the message was cut")
     cloud = np.ndarray((rows, msg.width), layout, data, 0, (row_step, msg.point_step))
     points = np.empty((rows * msg.width, 3), np.float32)
-    with np.errstate(over="ignore"):  # a FLOAT64 beyond FLOAT32 becomes infinite, and goes
+    with np.errstate(over="ignore", invalid="ignore"):  # a FLOAT64 beyond FLOAT32 becomes infinite, and goes
         for i, axis in enumerate("xyz"):
             points[:, i] = cloud[axis].reshape(-1)
-    return points[np.isfinite(points).all(1) & points.any(1)]
+        squared = np.einsum("ij,ij->i", points, points)  # several times cheaper than looking at each coordinate; a NaN fails both comparisons
+    return points[(squared > 0) & (squared < np.inf)]
 
 
 def _layout(msg: Any) -> np.dtype:
