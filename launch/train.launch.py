@@ -25,6 +25,9 @@ PARAMETERS = (  # argument, parameter, type, description
     ("camera_info", "topics.camera_info", str, "CameraInfo topic of the colour image"),
     ("depth", "topics.depth", str, "depth image topic, registered to the colour image"),
     ("depth_mode", "intake.depth", str, "require | use_if_there | ignore"),
+    ("points", "topics.points", str, "PointCloud2 topic of a lidar: depth comes from it"),
+    ("mask", "topics.mask", str, "mask topic, mono8: pixels of the image that are 0 in it are not of the scene"),
+    ("mask_mode", "intake.mask", str, "off | use_if_there | require; require when a mask is given"),
     ("pose", "topics.pose", str, "pose topic"),
     ("pose_source", "intake.pose_source", str, "pose (PoseStamped) | odom (Odometry) | tf"),
     ("map_frame", "intake.map_frame", str, "frame of the map; needed with pose_source tf unless it is 'map'"),
@@ -35,6 +38,7 @@ PARAMETERS = (  # argument, parameter, type, description
     ("resume", "checkpoint.resume", flag, "true: go on from the checkpoint when it is there"),
     ("save_path", "output.map_path", str, "write the map here (.ply) when the node stops"),
 )
+IMPLIED = (("points", "intake.depth_source", "points"), ("mask", "intake.mask", "require"))  # argument, parameter, value when the argument is given
 OTHERS = (
     ("config", "", "parameter file, or the name of an installed one (realsense); `spirula params` prints one with every parameter"),
     ("use_sim_time", "false", "take the time from /clock"),
@@ -46,6 +50,9 @@ OTHERS = (
 def train_node(context):
     value = {name: LaunchConfiguration(name).perform(context) for name, *_ in PARAMETERS + OTHERS}
     given = {parameter: kind(value[name]) for name, parameter, kind, _ in PARAMETERS if value[name]}
+    for name, parameter, implied in IMPLIED:
+        if value[name]:
+            given.setdefault(parameter, implied)
     config = value["config"] and str(config_file(value["config"]))
     given["use_sim_time"] = flag(value["use_sim_time"])
     return [Node(

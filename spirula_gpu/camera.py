@@ -36,7 +36,8 @@ class Camera:
 
 @dataclass(frozen=True)
 class Frame:
-    """One posed image. rgb [H,W,3] uint8; depth_m [H,W] float32, camera z in metres, 0 = unknown, or None;
+    """One posed image. rgb [H,W,3] uint8; depth_m [H,W] float32, camera z in metres, 0 = unknown, or None; samples of a lidar, with gaps between
+    them, are depth too (points.fill);
     T_world_cam [4,4] float64, camera axes x right, y down, z forward; held_out: only ever used to measure the map;
     mask [H,W] uint8, 0 = what is seen there is not of the scene (a person, the robot itself), or None."""
     stamp_ns: int

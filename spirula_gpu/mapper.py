@@ -242,6 +242,8 @@ class Mapper:
 
     def _add(self, frame: Frame) -> None:
         if frame.held_out:
+            if frame.mask is not None and not frame.mask.any():
+                return  # nothing of it can be measured
             self._held_out.append(replace(frame, depth_m=None))
             while len(self._held_out) > self.config.eval.max_held_out:
                 self._output.forget(self._held_out.pop(0))

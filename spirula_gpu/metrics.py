@@ -1,4 +1,5 @@
-"""Image metrics: PSNR, SSIM and PSNR after a colour fit. Images are [H,W,C], uint8 or float in [0,1]; both of the same shape."""
+"""Image metrics: PSNR, SSIM and PSNR after a colour fit. Images are [H,W,C], uint8 or float in [0,1]; both of the same shape.
+Where a mask [H,W] is given, only pixels that are not 0 in it count; none: NaN."""
 from __future__ import annotations
 
 import cv2
@@ -8,10 +9,10 @@ SSIM_WINDOW, SSIM_SIGMA = 11, 1.5
 SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
 
 
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio in dB over all pixels and channels; inf for equal images."""
+def psnr(a: np.ndarray, b: np.ndarray, mask: np.ndarray | None = None) -> float:
+    """Peak signal-to-noise ratio in dB over all pixels (that the mask shows) and channels; inf for equal images."""
     a, b = _pair(a, b)
-    return _psnr_of(np.square(a - b).mean())
+    return _psnr_of(_mean(np.square(a - b), mask))
 
 
 def cc_psnr(image: np.ndarray, truth: np.ndarray) -> float:
@@ -24,17 +25,31 @@ def cc_psnr(image: np.ndarray, truth: np.ndarray) -> float:
     return _psnr_of(np.square((design @ fit).clip(0, 1) - wanted).mean())
 
 
-def ssim(a: np.ndarray, b: np.ndarray) -> float:
+def ssim(a: np.ndarray, b: np.ndarray, mask: np.ndarray | None = None) -> float:
     """Mean structural similarity (Wang et al. 2004): 11x11 Gaussian window, sigma 1.5, biased moments, peak 1. Every
     pixel of every channel counts; the window reads zeros outside the image ("same" padding), as fused-ssim and the
-    3DGS training loss do. scikit-image drops the border instead and differs slightly."""
+    3DGS training loss do. scikit-image drops the border instead and differs slightly. With a mask the pixels it hides read as zeros too, in both
+    images, as in the training loss, and the mean is over the others."""
     a, b = _pair(a, b)
+    if mask is not None:
+        shown = (mask != 0)[..., None]
+        a, b = a * shown, b * shown
     x = cv2.getGaussianKernel(SSIM_WINDOW, SSIM_SIGMA, cv2.CV_64F)
     blur = lambda image: cv2.sepFilter2D(image, -1, x, x, borderType=cv2.BORDER_CONSTANT)
     mean_a, mean_b = blur(a), blur(b)
     var_a, var_b, cov = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b
     luminance = (2 * mean_a * mean_b + SSIM_C1) / (mean_a**2 + mean_b**2 + SSIM_C1)
-    return float((luminance * (2 * cov + SSIM_C2) / (var_a + var_b + SSIM_C2)).mean())
+    return _mean(luminance * (2 * cov + SSIM_C2) / (var_a + var_b + SSIM_C2), mask)
+
+
+def _mean(values: np.ndarray, mask: np.ndarray | None) -> float:
+    """Of [H,W,C] over what the mask shows."""
+    if mask is None:
+        return float(values.mean())
+    if mask.shape != values.shape[:2]:
+        raise ValueError(f"mask of shape {mask.shape}, images {values.shape}: it must have one value a pixel")
+    shown = values[mask != 0]
+    return float(shown.mean()) if shown.size else float("nan")
 
 
 def _pair(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ FUSE_PER_UPDATE = 8  # keyframes fused per live update of the mesh
 class HeldOut(NamedTuple):
     frame: Frame
     rgb: np.ndarray   # [H,W,3] uint8, rendered
-    psnr: float       # dB
+    psnr: float       # dB; like ssim over what the frame's mask shows
     ssim: float
 
 
@@ -42,8 +42,9 @@ class Output:
         return (np.clip(rgb, 0, 1) * 255 + 0.5).astype(np.uint8), depth_m, alpha
 
     def measure(self, frame: Frame) -> HeldOut:
+        """Over what the frame's mask shows, where it has one."""
         rgb, _, _ = self.render(frame.camera, frame.T_cam_world)
-        result = HeldOut(frame, rgb, psnr(frame.rgb, rgb), ssim(frame.rgb, rgb))
+        result = HeldOut(frame, rgb, psnr(frame.rgb, rgb, frame.mask), ssim(frame.rgb, rgb, frame.mask))
         self._measured[frame.stamp_ns] = (result.psnr, result.ssim)
         return result
 
@@ -56,7 +57,7 @@ class Output:
         return tuple(map(float, np.mean(known, axis=0))) if known else (float("nan"), float("nan"))
 
     def train_psnr(self, keyframes: Iterable[Keyframe]) -> float:
-        known = [psnr(k.frame.rgb, self.render(k.frame.camera, k.frame.T_cam_world)[0]) for k in keyframes]
+        known = [psnr(k.frame.rgb, self.render(k.frame.camera, k.frame.T_cam_world)[0], k.frame.mask) for k in keyframes]
         return float(np.mean(known)) if known else float("nan")
 
     # ---- mesh -------------------------------------------------------------------------------------------------------

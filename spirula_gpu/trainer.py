@@ -6,6 +6,7 @@ import numpy as np
 from .config import Config
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
+from .points import fill
 from .splats import Splats
 
 ADAM_EPS = 1e-15
@@ -99,16 +100,16 @@ class Trainer:
                      ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
 
     def insert(self, keyframe: Keyframe) -> int:
-        """New Gaussians from the keyframe's depth. At the limit the weakest make room, then the new ones come more sparsely;
-        `hint` says so. Returns how many came."""
+        """New Gaussians from the keyframe's depth, also between its samples where it is sparse. At the limit the weakest make room, then the new
+        ones come more sparsely; `hint` says so. Returns how many came."""
         frame, spacing, gain = keyframe.frame, self.config.insert.hole_spacing_px, self.config.insert.detail_gain
         if frame.depth_m is None:
             self.hint = "frames come without depth: they train the map, but Gaussians are only made from depth"
             return 0
-        self.hint = ""
+        self.hint, depth_m = "", fill(frame.depth_m)
         for attempt in range(ROOM_ATTEMPTS):
             try:
-                n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
+                n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
                 self._unsorted += n
                 self._gave = max(self._gave - 1, 0)
                 if not len(self.engine):

@@ -15,6 +15,7 @@ from spirula_gpu.camera import Camera
 
 from .bag_files import BagError
 from .convert import image_fields, info_fields, pose_fields
+from .pointcloud import cloud_fields
 
 TYPES = get_typestore(Stores.ROS2_KILTED)  # the layout on the wire is the same in every distribution since Foxy
 _FOREVER = QosTime(9223372036, 854775807)  # RMW_DURATION_INFINITE
@@ -60,6 +61,12 @@ class BagWriter:
         if depth.dtype not in (np.float32, np.uint16):
             raise ValueError(f"depth is {depth.dtype}; use float32 (m) or uint16 (mm)")
         self._write(topic, "sensor_msgs/msg/Image", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), *image_fields(depth))
+
+    def points(self, topic: str, stamp_ns: int, frame_id: str, points: np.ndarray, recv_ns: int | None = None) -> None:
+        """PointCloud2: points [P,3] float32, m, in frame_id."""
+        height, width, fields, *rest = cloud_fields(points)
+        fields = [TYPES.types["sensor_msgs/msg/PointField"](*row) for row in fields]
+        self._write(topic, "sensor_msgs/msg/PointCloud2", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), height, width, fields, *rest)
 
     def info(self, topic: str, stamp_ns: int, frame_id: str, camera: Camera, recv_ns: int | None = None) -> None:
         """A pinhole CameraInfo; the engine's pixel centres go back to ROS's (cx, cy less 0.5)."""

@@ -15,6 +15,7 @@ from rosbags.rosbag2 import Reader
 from .bag_files import BagError, complaint, salvage
 from .bag_writer import TYPES, BagWriter
 from .convert import BadMessage
+from .pointcloud import NOT_SUPPORTED
 
 __all__ = ["KINDS", "Bag", "BagError", "BagMessage", "BagWriter", "TopicInfo", "Topics", "messages", "open_bag", "pick_topics"]
 STORAGE_SUFFIXES = (".mcap", ".db3")
@@ -22,6 +23,8 @@ KINDS = {  # kind -> message types it can have
     "image": ("sensor_msgs/msg/Image",),
     "compressed": ("sensor_msgs/msg/CompressedImage",),
     "depth": ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"),
+    "points": ("sensor_msgs/msg/PointCloud2",),
+    "mask": ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"),
     "info": ("sensor_msgs/msg/CameraInfo",),
     "pose": ("geometry_msgs/msg/PoseStamped", "geometry_msgs/msg/PoseWithCovarianceStamped", "geometry_msgs/msg/TransformStamped"),
     "odom": ("nav_msgs/msg/Odometry",),
@@ -43,6 +46,8 @@ class Topics:
     image: str = ""
     compressed: str = ""
     depth: str = ""
+    points: str = ""
+    mask: str = ""
     info: str = ""
     pose: str = ""
     odom: str = ""
@@ -203,8 +208,8 @@ _GOOD_WORDS = ("color", "colour", "rgb")
 
 
 def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Topics:
-    """Chooses by type and name. overrides: {kind: topic}; '' = do not use that input, None = choose. Raises BagError, with
-    the topics that exist, when an override is not there or has another type, or when image, info or poses are missing."""
+    """Chooses by type and name. overrides: {kind: topic}; '' = do not use that input, None = choose. Points are chosen only where there is no
+    depth image; a mask never: which of its pixels are 0 its name does not say. Raises BagError, with the topics that exist, when an override is not there or has another type, or when image, info or poses are missing."""
     given = {k: v for k, v in (overrides or {}).items() if v is not None}
     if (unknown := set(given) - set(KINDS)):
         raise ValueError(f"unknown inputs {sorted(unknown)}; known: {', '.join(KINDS)}")
@@ -212,7 +217,8 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
         found = bag.topics.get(topic)
         if topic and (found is None or found.type not in KINDS[kind] or not found.count):
             why = "is not in" if found is None else "has no messages in" if not found.count else f"is a {found.type}, not {' or '.join(KINDS[kind])}, in"
-            raise BagError(f"--{kind.replace('_', '-')}-topic {topic} {why} {bag.path}; it has:\n{_listing(bag)}")
+            remedy = f" ({NOT_SUPPORTED[found.type]})" if found and found.type in NOT_SUPPORTED else ""
+            raise BagError(f"--{kind.replace('_', '-')}-topic {topic} {why} {bag.path}{remedy}; it has:\n{_listing(bag)}")
     notes: list[str] = []
 
     def choose(kind: str, score: Callable[[str], int]) -> str:
@@ -228,11 +234,13 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     compressed = "" if image else choose("compressed", _image_score)
     colour = image or compressed
     info = choose("info", lambda t: _info_score(t, colour))
-    depth = choose("depth", lambda t: _depth_score(t, colour))
+    depth = "" if given.get("points") and "depth" not in given else choose("depth", lambda t: _depth_score(t, colour))
+    points = given.get("points", "") if depth else choose("points", lambda t: -any(w in t for w in _DEPTH_WORDS))  # a lidar rather than a depth camera
+    notes += [f"points: {t} cannot be used: {i.type}; {NOT_SUPPORTED[i.type]}" for t, i in bag.topics.items() if i.type in NOT_SUPPORTED and not (depth or points)]
     pose, odom = (choose(kind, lambda t: _shared_prefix(t, colour)) for kind in ("pose", "odom"))
     tf = choose("tf", lambda t: -1000 if "static" in t else 0)
     tf_static = choose("tf_static", lambda t: 0 if "static" in t else -1000)
-    topics = Topics(image, compressed, depth, info, pose, odom, tf, tf_static, tuple(notes))
+    topics = Topics(image, compressed, depth, points, given.get("mask", ""), info, pose, odom, tf, tf_static, tuple(notes))
     lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry or TF)", pose or odom or tf)]
     if (missing := [what for what, topic in lacking if not topic]):
         why = f" ({bag.problem})" if bag.problem else ""

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
 RGBD_EXAMPLES = """examples:
   spirula bag from-rgbd seq-01 seq_bag --intrinsics "585 585 320 240" --size 320x240
   spirula bag from-rgbd redkitchen kitchen --fps 7.5 --size 160x120 --color-f 525 --color-offset "-0.025 0 0"
+  spirula bag from-rgbd redkitchen kitchen64 --fps 7.5 --size 160x120 --color-f 525 --color-offset "-0.025 0 0" --lines 64
   spirula bag from-rgbd rgbd_dataset_freiburg1_desk desk --intrinsics "517.3 516.5 318.6 255.3"
 """
 REPLAY_EXAMPLES = """examples:
@@ -33,7 +34,7 @@ FORECAST_EXAMPLES = """examples:
   spirula forecast --gaussians 10e6 --size 1920x1080 --sh 3 --precision compact --vram-mb 8192
   spirula forecast --gaussians 300e3 --size 640x480 --backend cpu --render
 """
-TOPIC_KINDS = ("image", "compressed", "depth", "info", "pose", "odom", "tf", "tf_static")
+TOPIC_KINDS = ("image", "compressed", "depth", "points", "mask", "info", "pose", "odom", "tf", "tf_static")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,6 +166,7 @@ def add_from_rgbd(commands) -> None:
     color.add_argument("--color-intrinsics", metavar="'fx fy cx cy'", type=numbers(4), help=".. or all its intrinsics")
     p.add_argument("--color-offset", metavar="'x y z'", type=numbers(3), default=(0.0, 0.0, 0.0), help="X_color = X_depth + offset, metres")
     add_bag_options(p)
+    p.add_argument("--lines", metavar="N", type=whole(2), help="instead of depth images: a PointCloud2 of N of their rows, as a lidar with N lines would send")
     p.add_argument("--max-frames", metavar="N", type=whole(1), help="only the first N")
     p.set_defaults(run=run_from_rgbd)
 
@@ -172,7 +174,7 @@ def add_from_rgbd(commands) -> None:
 def run_from_rgbd(args) -> None:
     from .rgbd import make_bag
     make_bag(args.folder, args.out, layout=args.layout, fps=args.fps, size=args.size, intrinsics=args.intrinsics, color_f=args.color_f,
-             color_intrinsics=args.color_intrinsics, color_offset=args.color_offset, storage=args.storage, max_frames=args.max_frames)
+             color_intrinsics=args.color_intrinsics, color_offset=args.color_offset, storage=args.storage, max_frames=args.max_frames, lines=args.lines)
 
 
 def add_synthetic(commands) -> None:
@@ -183,13 +185,14 @@ def add_synthetic(commands) -> None:
     p.add_argument("--size", metavar="WxH", type=size, default=(160, 120), help="(default: 160x120)")
     p.add_argument("--fps", metavar="F", type=positive, default=15.0, help="(default: %(default)s)")
     p.add_argument("--seed", metavar="N", type=whole(0), default=0, help="of the textures (default: %(default)s)")
+    p.add_argument("--lines", metavar="N", type=whole(2), help="instead of depth images: the PointCloud2 of a lidar with N lines above the camera")
     add_bag_options(p)
     p.set_defaults(run=run_synthetic)
 
 
 def run_synthetic(args) -> None:
     from .synthetic import make_bag
-    make_bag(args.out, frames=args.frames, size=args.size, fps=args.fps, seed=args.seed, storage=args.storage)
+    make_bag(args.out, frames=args.frames, size=args.size, fps=args.fps, seed=args.seed, storage=args.storage, lines=args.lines)
 
 
 def add_bag_options(p: argparse.ArgumentParser) -> None:

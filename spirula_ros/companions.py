@@ -1,4 +1,4 @@
-"""What an image needs before it is a Frame: its lens (CameraInfo), its pose, its depth. Each is fed messages and asked
+"""What an image needs before it is a Frame: its lens (CameraInfo), its pose, its depth, its mask. Each is fed messages and asked
 `of(image)`; the answer is the thing, or `NotYet` (it may still come), or BadMessage (it will not; the image is lost)."""
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .convert import BadMessage, Rectifier, depth_to_m, info_key, pose_from_msg, rectifier_from_info
-from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, matrix_from_pose
+from spirula_gpu.points import project
+
+from .convert import BadMessage, Rectifier, depth_to_m, info_key, mask_from_msg, pose_from_msg, rectifier_from_info
+from .pointcloud import points_from_msg
+from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, inverse, matrix_from_pose
 
 if TYPE_CHECKING:
     from .intake import IntakeConfig
@@ -58,13 +61,16 @@ class Lens:
         return self._lens
 
 
-class Depths:
-    """The newest depth images, paired by stamp; undecoded until they are used."""
+class Paired:
+    """Messages that come beside the images: the newest of one kind, undecoded until they are used.
 
-    def __init__(self, config: IntakeConfig):
-        self._config = config
+    what: as in the reason no_<what>; row, tolerance: the rows of IntakeConfig that say whether it is needed and how far apart
+    stamps may be."""
+
+    def __init__(self, config: IntakeConfig, what: str, row: str, tolerance: str):
+        self._what, self._row, self._tolerance, self._tolerance_s = what, row, tolerance, getattr(config, tolerance)
+        self.config, self.mode, self.exist = config, getattr(config, row), False
         self._queue: deque[tuple[int, Any]] = deque(maxlen=config.queue_frames)
-        self.exist = False
 
     def message(self, stamp_ns: int, msg: Any) -> None:
         if self._queue and stamp_ns < self._queue[-1][0] - JUMP_NS:
@@ -75,32 +81,68 @@ class Depths:
     def forget_future(self, stamp_ns: int) -> None:
         self._queue = deque((d for d in self._queue if d[0] <= stamp_ns + JUMP_NS), self._queue.maxlen)
 
-    def of(self, image: WaitingImage, late: bool) -> np.ndarray | None:
-        """[H,W] float32: the depth nearest in time, or None if there is none and none is required. It is decided when depth
-        at or after the image has arrived, or when it is late."""
-        mode, tolerance_s = self._config.depth, self._config.sync_tolerance_s
-        if mode == "ignore":
+    def of(self, image: WaitingImage, late: bool) -> tuple[int, Any] | None:
+        """(stamp in ns, message): the nearest in time, or None if there is none and none is required. It is decided when one
+        at or after the image has arrived, or when it is late. Raises NotYet, BadMessage."""
+        if self.mode in ("ignore", "off"):
             return None
-        while self._queue and image.stamp_ns - self._queue[0][0] > tolerance_s * 1e9:
+        while self._queue and image.stamp_ns - self._queue[0][0] > self._tolerance_s * 1e9:
             self._queue.popleft()  # too old for this image and, as stamps increase, for every later one
-        stamp, msg = min(self._queue, key=lambda d: abs(d[0] - image.stamp_ns), default=(None, None))
-        off_s = None if stamp is None else abs(stamp - image.stamp_ns) / 1e9
+        nearest = min(self._queue, key=lambda d: abs(d[0] - image.stamp_ns), default=None)
+        off_s = None if nearest is None else abs(nearest[0] - image.stamp_ns) / 1e9
         if not late and not any(d[0] >= image.stamp_ns for d in self._queue):
-            raise NotYet("no_depth", "the depth image of its stamp")
-        if off_s is not None and off_s <= tolerance_s:
-            return self._decoded(msg, image)
-        if mode == "require":
-            nearest = "none has arrived" if off_s is None else f"the nearest is {off_s:.3f} s away"
-            raise BadMessage("no_depth", f"no depth within intake.sync_tolerance_s = {tolerance_s} s of the image: {nearest}; raise it, or set "
-                                         "intake.depth to use_if_there")
+            raise NotYet(f"no_{self._what}", f"the {self._what} of its stamp")
+        if off_s is not None and off_s <= self._tolerance_s:
+            return nearest
+        if self.mode == "require":
+            where = "none has arrived" if off_s is None else f"the nearest is {off_s:.3f} s away"
+            raise BadMessage(f"no_{self._what}", f"no {self._what} within intake.{self._tolerance} = {self._tolerance_s} s of the image: {where}; raise it, or set "
+                                                 f"intake.{self._row} to use_if_there")
         return None
 
-    def _decoded(self, msg: Any, image: WaitingImage) -> np.ndarray:
-        depth_m, (height, width) = depth_to_m(msg, self._config.depth_unit_m), image.rgb.shape[:2]
+
+class Depths(Paired):
+    """Depth images."""
+
+    def __init__(self, config: IntakeConfig):
+        super().__init__(config, "depth", "depth", "sync_tolerance_s")
+
+    def read(self, found: tuple[int, Any], image: WaitingImage, lens: Rectifier, T_world_cam: np.ndarray) -> np.ndarray:
+        """depth_m [H,W] float32 of lens.camera. Raises BadMessage."""
+        depth_m, (height, width) = depth_to_m(found[1], self.config.depth_unit_m), image.rgb.shape[:2]
         if depth_m.shape != (height, width):
             raise BadMessage("depth_size_mismatch", f"depth is {depth_m.shape[1]}x{depth_m.shape[0]}, the image {width}x{height}; use depth registered to "
                                                     "the colour camera (aligned_depth_to_color, depth_image_proc/register)")
-        return depth_m
+        return lens.nearest(depth_m)
+
+
+class Masks(Paired):
+    """What of an image is of the scene."""
+
+    def __init__(self, config: IntakeConfig):
+        super().__init__(config, "mask", "mask", "sync_tolerance_s")
+
+    def read(self, found: tuple[int, Any], image: WaitingImage, lens: Rectifier, T_world_cam: np.ndarray) -> np.ndarray:
+        """mask [H,W] uint8 of lens.camera, 0 = not of the scene. Raises BadMessage."""
+        mask, (height, width) = mask_from_msg(found[1]), image.rgb.shape[:2]
+        if mask.shape != (height, width):
+            raise BadMessage("mask_size_mismatch", f"mask is {mask.shape[1]}x{mask.shape[0]}, the image {width}x{height}; it must have one pixel for each of the image's")
+        return lens.nearest(mask)
+
+
+class Clouds(Paired):
+    """Points of a lidar, which become a sparse depth image of the camera."""
+
+    def __init__(self, config: IntakeConfig, poses: Poses):
+        super().__init__(config, "points", "depth", "points_tolerance_s")
+        self._poses = poses
+
+    def read(self, found: tuple[int, Any], image: WaitingImage, lens: Rectifier, T_world_cam: np.ndarray) -> np.ndarray:
+        """depth_m [H,W] float32 of lens.camera, 0 where no point is seen. Raises NotYet (a pose or transform at the stamp of the points is missing),
+        BadMessage."""
+        stamp_ns, msg = found
+        T = self._poses.to_camera(msg.header.frame_id.lstrip("/"), stamp_ns, image, T_world_cam).astype(np.float32)
+        return project(points_from_msg(msg) @ T[:3, :3].T + T[:3, 3], lens.camera)
 
 
 class Poses:
@@ -112,9 +154,8 @@ class Poses:
         self._frame = self._child = ""             # header.frame_id and child_frame_id of the pose topic
         self._bad: deque[int] = deque(maxlen=100)  # stamps of unusable poses
         self._bad_text = ""
-        values = np.asarray(config.T_body_camera, np.float64)
-        self._T_body_camera = matrix_from_pose(values[:3], values[3:] / np.linalg.norm(values[3:]))
-        self._extrinsics_given = not np.array_equal(self._T_body_camera, np.eye(4))
+        self._T_body_camera, self._T_camera_lidar = (matrix_from_pose(v[:3], np.divide(v[3:], np.linalg.norm(v[3:]))) for v in (config.T_body_camera, config.T_camera_lidar))
+        self._extrinsics_given, self._lidar_given = (not np.array_equal(T, np.eye(4)) for T in (self._T_body_camera, self._T_camera_lidar))
 
     @property
     def map_frame(self) -> str:
@@ -162,6 +203,26 @@ class Poses:
                 "no_extrinsics", f"poses are those of '{self._child}', images of '{image.frame_id}', and {T_body_camera.text}; set "
                                  "intake.T_body_camera (or intake.camera_frame, if both are the same), or publish the transform on /tf_static")
         return T_world_body @ T_body_camera
+
+    def to_camera(self, frame: str, stamp_ns: int, image: WaitingImage, T_world_cam: np.ndarray) -> np.ndarray:
+        """T [4,4] float64: maps points that were measured in `frame` at stamp_ns to the camera where it was when it took the image: the camera's motion
+        between the two stamps counts. Points may also be in the frame of the map. Raises NotYet, BadMessage."""
+        if frame == self.map_frame and not self._lidar_given:
+            return inverse(T_world_cam)
+        if self._lidar_given:
+            T_cam_frame = self._T_camera_lidar
+        elif frame == image.frame_id:
+            T_cam_frame = np.eye(4)
+        elif isinstance(T_cam_frame := self._tf.lookup(image.frame_id, frame, stamp_ns), NoPose):
+            raise (NotYet if T_cam_frame.may_come else BadMessage)(
+                "no_extrinsics", f"points are in '{frame}', images of '{image.frame_id}', and {T_cam_frame.text}; publish the transform on /tf_static, or set "
+                                 "intake.T_camera_lidar")
+        if stamp_ns == image.stamp_ns:
+            return T_cam_frame
+        try:
+            return inverse(T_world_cam) @ self.of(image._replace(stamp_ns=stamp_ns)) @ T_cam_frame
+        except BadMessage as error:
+            raise type(error)(error.reason, f"at the stamp of its points: {error.text}") from None
 
     def _note_bad(self, stamp_ns: int, error: BadMessage) -> None:
         self._bad.append(stamp_ns)

@@ -86,7 +86,7 @@ def image_to_rgb(msg: Any) -> np.ndarray:
 def _pixels(msg: Any, dtype: type, channels: int) -> np.ndarray:
     """[H,W,channels] (or [H,W] for one channel): a view on the message's bytes; a byte-swapped copy if they are foreign."""
     width, height, step, size = msg.width, msg.height, msg.step, np.dtype(dtype).itemsize
-    row, data = width * channels * size, _bytes(msg.data)
+    row, data = width * channels * size, bytes_of(msg.data)
     if width < 1 or height < 1 or step < row or len(data) < step * (height - 1) + row:
         raise BadMessage("bad_image_size", f"image of {width}x{height} '{msg.encoding}', step {step}: needs a step of at least {row} bytes and "
                                            f"{max(step, row) * max(height, 1)} bytes of data, has {len(data)}; the publisher is broken or the message was cut")
@@ -96,12 +96,13 @@ def _pixels(msg: Any, dtype: type, channels: int) -> np.ndarray:
     return out[:, :, 0] if channels == 1 else out
 
 
-def _bytes(data: Any) -> np.ndarray:
+def bytes_of(data: Any) -> np.ndarray:
+    """[n] uint8: a view on the message's bytes."""
     return np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
 
 
 def _decompressed(msg: Any, flags: int, skip: int = 0) -> np.ndarray:
-    data = _bytes(msg.data)[skip:]
+    data = bytes_of(msg.data)[skip:]
     try:
         out = cv2.imdecode(data, flags) if len(data) else None
     except cv2.error:
@@ -134,6 +135,24 @@ def depth_to_m(msg: Any, unit_m: float = 0.001) -> np.ndarray:
     depth_m *= unit_m
     depth_m[raw == 65535] = 0
     return depth_m
+
+
+def mask_from_msg(msg: Any) -> np.ndarray:
+    """[H,W] uint8, 1 = of the scene, 0 = to be ignored (pixels that are 0 in the message), of a sensor_msgs/Image with one integer channel or a
+    CompressedImage (png). Raises BadMessage: unknown_encoding, bad_image_size, bad_image_data."""
+    if hasattr(msg, "format"):
+        raw = _decompressed(msg, cv2.IMREAD_UNCHANGED)
+        if raw.ndim != 2 or not np.array_equal(bytes_of(msg.data)[:4], PNG_MAGIC):
+            raise BadMessage("unknown_encoding", f"compressed mask '{msg.format}' {raw.shape}: only a png with one channel is supported (after jpeg 0 is not 0)")
+    else:
+        if msg.encoding not in _MASKS:
+            raise BadMessage("unknown_encoding", f"mask encoding '{msg.encoding}' is not supported; use one of {', '.join(_MASKS)}, with 0 where pixels shall be ignored")
+        raw = _pixels(msg, _MASKS[msg.encoding], 1)
+    return (raw != 0).astype(np.uint8)
+
+
+_MASKS = {"mono8": np.uint8, "8UC1": np.uint8, "8SC1": np.int8, "mono16": np.uint16, "16UC1": np.uint16}
+PNG_MAGIC = np.frombuffer(b"\x89PNG", np.uint8)
 
 
 # ---------------------------------------------------------------------------------------------------------- camera
@@ -185,9 +204,9 @@ class Rectifier:
         """[H,W,3] uint8 of `raw` -> of `camera`."""
         return image if self._maps is None else cv2.remap(image, *self._maps, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
 
-    def depth(self, depth_m: np.ndarray) -> np.ndarray:
-        """[H,W] float32 of `raw` -> of `camera`; the nearest pixel, so that no depth is invented at edges."""
-        return depth_m if self._maps is None else cv2.remap(depth_m, *self._maps, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=0)
+    def nearest(self, image: np.ndarray) -> np.ndarray:
+        """[H,W] float32 depth or uint8 mask of `raw` -> of `camera`; the nearest pixel, so that nothing is invented at edges."""
+        return image if self._maps is None else cv2.remap(image, *self._maps, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=0)
 
 
 def rectifier_from_info(msg: Any) -> Rectifier:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from geometry_msgs.msg import PoseStamped, PoseWithCovarianceStamped, TransformStamped
 from nav_msgs.msg import Odometry
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from sensor_msgs.msg import CameraInfo, CompressedImage, Image
+from sensor_msgs.msg import CameraInfo, CompressedImage, Image, PointCloud2
 
 from .params import RosConfig
 
@@ -43,14 +43,18 @@ def inputs_of(ros: RosConfig) -> list[Input]:
     kind = "compressed" if image.endswith("/compressed") else "image"
     out = [Input(image, kind, CompressedImage if kind == "compressed" else Image, "topics.image", sensors),
            Input(topics.camera_info, "info", CameraInfo, "topics.camera_info", sensors)]
-    if ros.intake.depth != "ignore":
-        depth_type = CompressedImage if topics.depth.endswith(("/compressed", "/compressedDepth")) else Image
-        out.append(Input(topics.depth, "depth", depth_type, "topics.depth", sensors))
+    points = ros.intake.depth != "ignore" and ros.intake.depth_source == "points"
+    if points:
+        out.append(Input(topics.points, "points", PointCloud2, "topics.points", sensors))
+    elif ros.intake.depth != "ignore":
+        out.append(Input(topics.depth, "depth", image_type(topics.depth), "topics.depth", sensors))
+    if ros.intake.mask != "off":
+        out.append(Input(topics.mask, "mask", image_type(topics.mask), "topics.mask", sensors))
     if source != "tf":
         out.append(Input(topics.pose, source, Odometry if source == "odom" else POSE_TYPES[topics.pose_type], "topics.pose", poses))
     if source == "tf" and TFMessage is None:
         raise ValueError("intake.pose_source = tf needs the package tf2_msgs, which is not installed (ros-$ROS_DISTRO-tf2-msgs)")
-    if source in ("tf", "odom") and TFMessage is not None:  # with odom: base -> camera
+    if (source in ("tf", "odom") or points) and TFMessage is not None:  # with odom: base -> camera; with points: camera -> lidar
         static = QoSProfile(depth=100, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
         out += [Input("/tf", "tf", TFMessage, "intake.pose_source", profile("reliable", ros.qos.pose_queue)),
                 Input("/tf_static", "tf_static", TFMessage, "intake.pose_source", static)]
@@ -64,6 +68,10 @@ def check_distinct(inputs: list[Input]) -> None:
         other = taken.setdefault(source.topic, source)
         if other is not source:
             raise ValueError(f"{other.parameter} and {source.parameter} are both {source.topic}: one topic cannot be {other.kind} and {source.kind}")
+
+
+def image_type(topic: str) -> type:
+    return CompressedImage if topic.endswith(("/compressed", "/compressedDepth")) else Image
 
 
 def profile(reliability: str, depth: int) -> QoSProfile:

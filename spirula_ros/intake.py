@@ -1,4 +1,4 @@
-"""`Intake`: image + depth + CameraInfo + pose messages -> Frames, each image accounted for.
+"""`Intake`: image + depth (or points) + mask + CameraInfo + pose messages -> Frames, each image accounted for.
 
 Owned by one thread. An image waits at most `wait_s` for what belongs to it (`companions`). That time is read from a clock
 (the node), passed by the caller, or taken from the stamps of the images: then no decision depends on how fast a replay is.
@@ -16,7 +16,7 @@ from spirula_gpu.camera import Frame
 from spirula_gpu.config import param
 from spirula_gpu.report import FrameLedger
 
-from .companions import Depths, Lens, NotYet, Poses, WaitingImage
+from .companions import Clouds, Depths, Lens, Masks, NotYet, Paired, Poses, WaitingImage
 from .convert import BadMessage, image_to_rgb, stamp_ns
 from .poses import JUMP_NS
 
@@ -25,8 +25,11 @@ from .poses import JUMP_NS
 class IntakeConfig:
     pose_source: str = param("pose", "", "pose | odom | tf: PoseStamped topic, Odometry topic, or the TF tree")
     depth: str = param("require", "", "require | use_if_there | ignore")
-    sync_tolerance_s: float = param(0.02, "s", "image and depth with stamps this close belong together", 0, 10)
-    wait_s: float = param(1.0, "s", "time that an image waits for its pose, depth and CameraInfo", 0, 60)
+    depth_source: str = param("image", "", "image | points: topics.depth, or topics.points")
+    mask: str = param("off", "", "off | use_if_there | require: topics.mask")
+    sync_tolerance_s: float = param(0.02, "s", "image and depth, or mask, with stamps this close belong together", 0, 10)
+    points_tolerance_s: float = param(0.1, "s", "image and points with stamps this close belong together; the camera's motion in between is taken into account", 0, 10)
+    wait_s: float = param(1.0, "s", "time that an image waits for its pose, depth, mask and CameraInfo", 0, 60)
     max_gap_s: float = param(0.5, "s", "poses farther apart than this are not interpolated between", 0, 60)
     queue_frames: int = param(64, "frames", "images that may wait; the oldest is dropped beyond this", 1, 10000)
     depth_unit_m: float = param(0.001, "m", "one count of 16-bit depth", 1e-6, 1)
@@ -34,14 +37,18 @@ class IntakeConfig:
     camera_frame: str = param("", "", "optical frame of the camera; empty: the frame_id of its images")
     T_body_camera: tuple[float, ...] = param((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), "m",
                                              "x y z qx qy qz qw of the camera's optical frame in the frame whose pose is given")
+    T_camera_lidar: tuple[float, ...] = param((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), "m",
+                                              "x y z qx qy qz qw of the lidar in the camera's optical frame; as it is here: /tf and /tf_static say it")
 
     def __post_init__(self):
-        for name, words in (("pose_source", ("pose", "odom", "tf")), ("depth", ("require", "use_if_there", "ignore"))):
+        for name, words in (("pose_source", ("pose", "odom", "tf")), ("depth", ("require", "use_if_there", "ignore")), ("depth_source", ("image", "points")),
+                            ("mask", ("off", "use_if_there", "require"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"intake.{name} = '{getattr(self, name)}': must be {' | '.join(words)}")
-        values = np.asarray(self.T_body_camera, np.float64)
-        if values.shape != (7,) or not np.isfinite(values).all() or abs(np.linalg.norm(values[3:]) - 1) > 1e-2:
-            raise ValueError(f"intake.T_body_camera = {self.T_body_camera}: must be x y z qx qy qz qw with a unit quaternion")
+        for name in ("T_body_camera", "T_camera_lidar"):
+            values = np.asarray(getattr(self, name), np.float64)
+            if values.shape != (7,) or not np.isfinite(values).all() or abs(np.linalg.norm(values[3:]) - 1) > 1e-2:
+                raise ValueError(f"intake.{name} = {getattr(self, name)}: must be x y z qx qy qz qw with a unit quaternion")
 
 
 class InputState(NamedTuple):
@@ -64,7 +71,7 @@ class _Input:
         self.count, self.bad, self.last_stamp_ns, self.arrivals = 0, Counter(), 0, deque(maxlen=30)
 
 
-_INPUT_OF = {"image": "image", "compressed": "image", "depth": "depth", "info": "info", "pose": "pose", "odom": "pose", "tf": "tf", "tf_static": "tf"}
+_INPUT_OF = {"image": "image", "compressed": "image", "depth": "depth", "points": "points", "mask": "mask", "info": "info", "pose": "pose", "odom": "pose", "tf": "tf", "tf_static": "tf"}
 
 
 class Intake:
@@ -76,8 +83,10 @@ class Intake:
     def __init__(self, config: IntakeConfig, ledger: FrameLedger, emit: Callable[[Frame], None], holdout_every: int = 0,
                  clock: Callable[[], float] | None = time.monotonic):
         self.config, self.ledger, self._emit, self._holdout_every, self._clock = config, ledger, emit, holdout_every, clock
-        self._inputs = {kind: _Input() for kind in ("image", "depth", "info", "pose", "tf")}
-        self._lens, self._depths, self._poses = Lens(config), Depths(config), Poses(config)
+        with_points, masked = config.depth_source == "points", config.mask != "off"
+        self._inputs = {kind: _Input() for kind in ("image", "points" if with_points else "depth", "info", "pose", *(["mask"] if masked else []), "tf")}
+        self._lens, self._poses, self._masks = Lens(config), Poses(config), Masks(config)
+        self._depths = Clouds(config, self._poses) if with_points else Depths(config)
         self._waiting: deque[WaitingImage] = deque()
         self._last_image_ns = self._n_complete = 0
         self._now_s, self._first_s = 0.0, None
@@ -96,9 +105,9 @@ class Intake:
     # ------------------------------------------------------------------------------------------------------ inputs
 
     def on(self, kind: str, msg: Any, arrival_s: float | None = None) -> None:
-        """By kind: image, compressed, depth, info, pose, odom, tf, tf_static. A pose or odom that is not the pose_source is
-        ignored."""
-        if kind in ("pose", "odom") and kind != self.config.pose_source:
+        """By kind: image, compressed, depth, points, mask, info, pose, odom, tf, tf_static. What the configuration does not use (a pose or odom that is
+        not the pose_source, depth or points that are not the depth_source, a mask) is ignored."""
+        if _INPUT_OF[kind] not in self._inputs or (kind in ("pose", "odom") and kind != self.config.pose_source):
             return
         if kind.startswith("tf"):
             self.on_tf(msg, kind == "tf_static", arrival_s)
@@ -126,11 +135,22 @@ class Intake:
 
     def on_depth(self, msg: Any, arrival_s: float | None = None) -> None:
         """sensor_msgs/Image or CompressedImage, registered to the image: same size, same camera."""
-        stamp = self._arrived("depth", stamp_ns(msg.header), arrival_s)
+        self._beside("depth", self._depths, msg, arrival_s)
+
+    def on_points(self, msg: Any, arrival_s: float | None = None) -> None:
+        """sensor_msgs/PointCloud2, in the frame of the lidar or of the map."""
+        self._beside("points", self._depths, msg, arrival_s)
+
+    def on_mask(self, msg: Any, arrival_s: float | None = None) -> None:
+        """sensor_msgs/Image or CompressedImage, as large as the image; 0 = not of the scene."""
+        self._beside("mask", self._masks, msg, arrival_s)
+
+    def _beside(self, kind: str, stream: Paired, msg: Any, arrival_s: float | None) -> None:
+        stamp = self._arrived(kind, stamp_ns(msg.header), arrival_s)
         if stamp <= 0:
-            self._refuse("depth", BadMessage("bad_stamp", f"depth has stamp {stamp} ns; its driver must set header.stamp"))
+            self._refuse(kind, BadMessage("bad_stamp", f"{kind} has stamp {stamp} ns; its driver must set header.stamp"))
             return
-        self._depths.message(stamp, msg)
+        stream.message(stamp, msg)
         self._advance()
 
     def on_info(self, msg: Any, arrival_s: float | None = None) -> None:
@@ -153,6 +173,8 @@ class Intake:
 
     def refused(self, kind: str, error: BadMessage) -> None:
         """A message of this kind arrived but could not even be decoded."""
+        if _INPUT_OF[kind] not in self._inputs:
+            return
         self._inputs[_INPUT_OF[kind]].count += 1
         if _INPUT_OF[kind] == "image":
             self.ledger.arrived()
@@ -175,6 +197,7 @@ class Intake:
             self._waiting.popleft()
             self._drop(error)
         self._depths.forget_future(at_ns)
+        self._masks.forget_future(at_ns)
         self._poses.forget_future(at_ns)
         self._last_image_ns, self.last_problem = 0, str(error)
 
@@ -272,14 +295,14 @@ class Intake:
         """Raises NotYet, BadMessage."""
         lens = self._lens.of(image)
         T_world_cam = self._poses.of(image)
-        depth_m = self._depths.of(image, late or self._no_depth_stream(image))
+        depth, mask = (stream.of(image, late or self._never_came(stream, image)) for stream in (self._depths, self._masks))  # before either is decoded
+        depth_m, mask = (None if found is None else stream.read(found, image, lens, T_world_cam) for stream, found in ((self._depths, depth), (self._masks, mask)))
         held_out = self._holdout_every > 0 and self._n_complete % self._holdout_every == self._holdout_every // 2
         self._n_complete += 1
-        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), None if depth_m is None else lens.depth(depth_m),
-                     held_out, image.frame_id)
+        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), depth_m, held_out, image.frame_id, mask)
 
-    def _no_depth_stream(self, image: WaitingImage) -> bool:
-        """Optional depth that has never been seen is waited for by the first images only."""
+    def _never_came(self, stream: Paired, image: WaitingImage) -> bool:
+        """Optional depth, or masks, that have never been seen are waited for by the first images only."""
         if self._first_s is None:
             self._first_s = image.arrival_s
-        return self.config.depth == "use_if_there" and not self._depths.exist and self._now_s - self._first_s >= self.config.wait_s
+        return stream.mode == "use_if_there" and not stream.exist and self._now_s - self._first_s >= self.config.wait_s

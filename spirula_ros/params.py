@@ -19,7 +19,9 @@ class TopicsConfig:
     image: str = param("image", "", "colour Image, or CompressedImage when the name ends in /compressed")
     image_transport: str = param("raw", "", "raw | compressed; compressed appends /compressed to topics.image")
     camera_info: str = param("camera_info", "", "CameraInfo of the colour image")
-    depth: str = param("depth", "", "depth Image registered to the colour image, 32FC1 m or 16UC1 mm; not used with intake.depth ignore")
+    depth: str = param("depth", "", "depth Image registered to the colour image, 32FC1 m or 16UC1 mm; not used with intake.depth ignore or intake.depth_source points")
+    points: str = param("points", "", "PointCloud2 of a lidar, which gives the depth with intake.depth_source points")
+    mask: str = param("mask", "", "mono8 Image (or png, when the name ends in /compressed), as large as the image: what is 0 is not of the scene (a person, the robot itself); see intake.mask")
     pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf")
     pose_type: str = param("PoseStamped", "", "message of topics.pose with pose_source pose: PoseStamped | PoseWithCovarianceStamped | TransformStamped")
 
@@ -64,6 +66,8 @@ CHOICES = {
     "qos.sensors": ("best_effort", "reliable"),
     "intake.pose_source": ("pose", "odom", "tf"),
     "intake.depth": ("require", "use_if_there", "ignore"),
+    "intake.depth_source": ("image", "points"),
+    "intake.mask": ("off", "use_if_there", "require"),
     "engine.backend": ("auto", "cpu", "cuda"),
     "engine.precision": ("full", "compact"),
 }

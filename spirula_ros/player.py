@@ -22,7 +22,7 @@ from . import bags
 from .dds import fastdds_profile
 from .errors import InputError
 from .node_process import NodeError, NodeProcess
-from .replay import Progress, StopRequest, intake_config_for
+from .replay import Progress, StopRequest, intake_config_for, overrides_for
 from .report import prepare_folder
 
 IMAGE_KINDS = ("image", "compressed")
@@ -38,7 +38,7 @@ def replay_via_ros(args) -> None:
     os.environ.update(fastdds_profile(os.environ))
     settings, out = settings_from(args), prepare_folder(args.out).absolute()
     with bags.open_bag(args.bag) as bag, StopRequest(args.max_seconds) as stop:
-        topics = bags.pick_topics(bag, topics_from(args))
+        topics = bags.pick_topics(bag, overrides_for(settings, topics_from(args)))
         for note in topics.notes:
             print(note, file=sys.stderr)
         parameters, remap = node_parameters(args, settings, bag, topics, out)
@@ -81,6 +81,10 @@ def node_parameters(args, settings, bag: bags.Bag, topics: bags.Topics, out: Pat
               "output.refine_steps": args.refine_steps, "output.mesh": args.mesh}
     if topics.depth:
         values["topics.depth"] = named(topics.depth, "/compressedDepth")
+    if topics.points:
+        values["topics.points"] = topics.points
+    if topics.mask:
+        values["topics.mask"] = named(topics.mask, "/compressed")
     if pose:
         values["topics.pose"] = pose
     if topics.pose:
@@ -134,7 +138,7 @@ class Link:
         self._executor = SingleThreadedExecutor(context=self._context)
         self._executor.add_node(self._ros)
         self._publishers = {topic: self._ros.create_publisher(message_class(bag.topics[topic].type), topic, qos_of(kind))
-                            for topic, kind in topics.chosen().items() if kind not in ("pose", "odom") or kind == parameters["intake.pose_source"]}
+                            for topic, kind in topics.chosen().items() if heard(kind, parameters)}
         self._ros.create_subscription(MapStatus, "spirula/status", self._hear, latched(1))
         self._ros.create_subscription(VramReport, "spirula/vram", lambda msg: setattr(self, "_vram", msg), latched(1))
         self._finish = self._ros.create_client(Trigger, "spirula/finish")
@@ -226,6 +230,13 @@ class Link:
         self._executor.shutdown(timeout_sec=1)
         self._ros.destroy_node()
         self._context.try_shutdown()
+
+
+def heard(kind: str, parameters: dict[str, Any]) -> bool:
+    """Whether a node with these parameters listens to topics of this kind."""
+    source, depth = parameters["intake.pose_source"], parameters["intake.depth"] != "ignore" and parameters["intake.depth_source"]
+    return {"pose": source == "pose", "odom": source == "odom", "depth": depth == "image", "points": depth == "points", "mask": parameters["intake.mask"] != "off",
+            **dict.fromkeys(("tf", "tf_static"), source != "pose" or depth == "points")}.get(kind, True)
 
 
 def qos_of(kind: str):

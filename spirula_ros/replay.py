@@ -47,7 +47,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     RuntimeError if the mapper fails on the way."""
     out = prepare_folder(options.out)
     with bags.open_bag(options.bag) as bag:
-        topics = bags.pick_topics(bag, options.topics)
+        topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
         for note in topics.notes:
             print(note, file=screen)
         if make_mapper is None:
@@ -145,12 +145,21 @@ class Run:
             raise InputError(f"the report is in '{self.options.out}', but the checkpoint was not saved to {path}: {error.strerror}") from None
 
 
+def overrides_for(settings: Settings, overrides: dict[str, str | None]) -> dict[str, str | None]:
+    """For bags.pick_topics: with the depth that the user wants from points, depth images are not looked for."""
+    return {**overrides, "depth": ""} if "intake.depth_source" in settings.given and settings.ros.intake.depth_source == "points" else overrides
+
+
 def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
-    """The intake's rows, with the source of poses and the use of depth that the recording allows unless the user said so."""
+    """The intake's rows, with the source of poses, and the use of depth and masks that the recording allows, unless the user said so."""
     config = settings.ros.intake
+    if "intake.depth_source" not in settings.given and topics.points and not topics.depth:
+        config = replace(config, depth_source="points")
+    if "intake.mask" not in settings.given and topics.mask:
+        config = replace(config, mask="require")
     if "intake.pose_source" not in settings.given:
         config = replace(config, pose_source=topics.pose_source)
-    if "intake.depth" not in settings.given and not topics.depth:
+    if "intake.depth" not in settings.given and not (topics.points if config.depth_source == "points" else topics.depth):
         config = replace(config, depth="ignore")
     return config
 

@@ -19,6 +19,7 @@ from .registration import register_depth, shrink_color, shrink_depth
 FIRST_STAMP_NS = 1_000_000_000  # layouts without stamps start at 1 s: a stamp of 0 means "unset" in ROS
 MAX_DEPTH_GAP_NS = 20_000_000   # TUM: a colour image and its depth image may be this far apart (the benchmark's own limit)
 MAX_POSE_GAP_NS = 100_000_000   # TUM: a pose is interpolated only between poses this close together (they come at 100 Hz)
+WORLD_FRAME, COLOR_FRAME, DEPTH_FRAME = "map", "camera_color_optical_frame", "camera_depth_optical_frame"
 UNITS_PER_M = {"7scenes": 1000.0, "tum": 5000.0}
 
 
@@ -46,8 +47,8 @@ class Rig:
 def make_bag(folder: str, out: str, *, layout: str = "auto", fps: float | None = None, size: tuple[int, int] | None = None,
              intrinsics: tuple[float, ...] | None = None, color_f: float | None = None,
              color_intrinsics: tuple[float, ...] | None = None, color_offset: tuple[float, ...] = (0.0, 0.0, 0.0),
-             storage: str = "mcap", max_frames: int | None = None, say: Callable[[str], None] = print) -> int:
-    """Writes `out` and returns the number of frames. Intrinsics are (fx, fy, cx, cy) in pixels of the images in the folder,
+             storage: str = "mcap", max_frames: int | None = None, lines: int | None = None, say: Callable[[str], None] = print) -> int:
+    """Writes `out` and returns the number of frames. lines: points of so many rows of the depth image instead of the image. Intrinsics are (fx, fy, cx, cy) in pixels of the images in the folder,
     first pixel's centre at (0, 0), as ROS and OpenCV have it. Raises InputError."""
     from .bags import BagWriter
     root = Path(folder)
@@ -66,42 +67,69 @@ def make_bag(folder: str, out: str, *, layout: str = "auto", fps: float | None =
         if size[0] > camera.width or size[1] > camera.height:
             raise InputError(f"--size {size[0]}x{size[1]} is larger than the images ({camera.width}x{camera.height}); it only shrinks")
         camera = rig.color.resized(*size)
+    if lines is not None and not 2 <= lines <= rig.depth.height:
+        raise InputError(f"--lines {lines}: the depth images have {rig.depth.height} rows; give 2..{rig.depth.height}")
     with BagWriter(out, storage) as bag:
+        if lines:
+            bag.tf(items[0].stamp_ns, COLOR_FRAME, DEPTH_FRAME, translation(rig.color_offset_m), static=True)
         for n, item in enumerate(items, 1):
-            rgb, depth_m, T_world_color = read_frame(item, rig, UNITS_PER_M[layout])
-            frame = shrink_color(rgb, camera.width, camera.height), shrink_depth(depth_m, camera.width, camera.height)
-            write_frame(bag, item.stamp_ns, camera, *frame, T_world_color)
+            rgb, raw_m, T_world_color = read_pair(item, rig, UNITS_PER_M[layout])
+            write_color(bag, item.stamp_ns, camera, shrink_color(rgb, camera.width, camera.height), T_world_color)
+            if lines:
+                bag.points("/lidar/points", item.stamp_ns, DEPTH_FRAME, points_of_rows(raw_m, rig.depth, lines))
+            else:
+                bag.depth("/camera/depth/image_raw", item.stamp_ns, COLOR_FRAME, shrink_depth(registered(raw_m, rig), camera.width, camera.height))
             if n % 50 == 0:
                 say(f"{n}/{len(items)} frames")
     say(f"{out}: {len(items)} frames, {camera.width}x{camera.height}, {storage}")
     return len(items)
 
 
-def write_frame(bag, stamp_ns: int, camera: Camera, rgb: np.ndarray, depth_m: np.ndarray, T_world_cam: np.ndarray,
-                frame_id: str = "camera_color_optical_frame", world_id: str = "map") -> None:
-    """The topics every bag made here has: colour, its camera_info, registered depth (32FC1, metres), pose."""
-    bag.pose("/camera/pose", stamp_ns, world_id, T_world_cam)
-    bag.info("/camera/color/camera_info", stamp_ns, frame_id, camera)
-    bag.image("/camera/color/image_raw", stamp_ns, frame_id, rgb)
-    bag.depth("/camera/depth/image_raw", stamp_ns, frame_id, depth_m)
+def write_color(bag, stamp_ns: int, camera: Camera, rgb: np.ndarray, T_world_cam: np.ndarray) -> None:
+    """The topics every bag made here has, beside depth (32FC1, metres, registered) or points: pose, camera_info, colour."""
+    bag.pose("/camera/pose", stamp_ns, WORLD_FRAME, T_world_cam)
+    bag.info("/camera/color/camera_info", stamp_ns, COLOR_FRAME, camera)
+    bag.image("/camera/color/image_raw", stamp_ns, COLOR_FRAME, rgb)
 
 
 # ---- one frame -------------------------------------------------------------------------------------------------------
 
 def read_frame(item: RgbdItem, rig: Rig, units_per_m: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rgb [H,W,3] uint8, depth_m [H,W] float32 in the colour image with 0 = unknown, T_world_color [4,4])."""
+    rgb, raw_m, T_world_color = read_pair(item, rig, units_per_m)
+    return rgb, registered(raw_m, rig), T_world_color
+
+
+def read_pair(item: RgbdItem, rig: Rig, units_per_m: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `read_frame`, but the depth as the depth camera measured it."""
     rgb = _read_image(item.color, cv2.IMREAD_COLOR, (rig.color.height, rig.color.width))[..., ::-1]
     raw = _read_image(item.depth, cv2.IMREAD_UNCHANGED, (rig.depth.height, rig.depth.width))
     if raw.dtype != np.uint16 or raw.ndim != 2:
         raise InputError(f"{item.depth}: {raw.dtype} {raw.shape}, expected a 16-bit image with one channel")
     depth_m = (raw / np.float32(units_per_m)).astype(np.float32)
     depth_m[raw == 65535] = 0  # 0 and 65535 both mean "unknown" (7-Scenes uses the latter)
-    T_world_color = item.T_world_depth.copy()
-    if not rig.registered:
-        offset = np.asarray(rig.color_offset_m, np.float64)
-        depth_m = register_depth(depth_m, rig.depth, rig.color, offset)
-        T_world_color[:3, 3] -= T_world_color[:3, :3] @ offset
-    return np.ascontiguousarray(rgb), depth_m, T_world_color
+    return np.ascontiguousarray(rgb), depth_m, item.T_world_depth @ translation(-np.asarray(rig.color_offset_m))
+
+
+def registered(depth_m: np.ndarray, rig: Rig) -> np.ndarray:
+    """Depth as the colour camera sees it."""
+    return depth_m if rig.registered else register_depth(depth_m, rig.depth, rig.color, np.asarray(rig.color_offset_m, np.float64))
+
+
+def translation(offset_m) -> np.ndarray:
+    """T [4,4] float64."""
+    T = np.eye(4)
+    T[:3, 3] = offset_m
+    return T
+
+
+def points_of_rows(depth_m: np.ndarray, camera: Camera, lines: int) -> np.ndarray:
+    """[P,3] float32, m, camera axes: what `lines` evenly spaced rows of a depth image [H,W] measured."""
+    rows = ((np.arange(lines) + 0.5) * camera.height / lines).astype(int)
+    line, u = np.nonzero(depth_m[rows] > 0)
+    v = rows[line]
+    z = depth_m[v, u]
+    return np.stack([(u + 0.5 - camera.cx) / camera.fx * z, (v + 0.5 - camera.cy) / camera.fy * z, z], 1).astype(np.float32)
 
 
 def _read_image(path: Path, flags: int, size: tuple[int, int] | None = None) -> np.ndarray:

@@ -23,6 +23,8 @@ from .room import Room
 SUPERSAMPLES = 3  # per axis; odd: the middle one is the pixel's centre, whose depth is the pixel's depth
 TILE_PX = 40
 HORIZONTAL_FOV_DEG = 75.0
+LIDAR_SPAN_DEG, LIDAR_STEP_DEG = 60.0, 0.5  # between the outer lines; from one measurement of a line to the next
+T_CAMERA_LIDAR = np.array([[0, -1, 0, 0.05], [0, 0, -1, -0.12], [1, 0, 0, -0.04], [0, 0, 0, 1]])  # it stands above the camera
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class View:
 
 
 def make_bag(out: str, *, frames: int = 150, size: tuple[int, int] = (160, 120), fps: float = 15.0, seed: int = 0,
-             storage: str = "mcap", say: Callable[[str], None] = print) -> int:
-    """Writes the bag `out` and `out`.truth.npz (camera, poses, and points on the true surfaces). Raises InputError."""
+             storage: str = "mcap", lines: int | None = None, say: Callable[[str], None] = print) -> int:
+    """lines: the points of a lidar with so many lines instead of depth images. Writes the bag `out` and `out`.truth.npz (camera, poses, and points on the true surfaces). Raises InputError."""
     from .bags import BagWriter
-    from .rgbd import FIRST_STAMP_NS, write_frame
+    from .rgbd import COLOR_FRAME, FIRST_STAMP_NS, write_color
     if frames < 2:
         raise InputError(f"--frames {frames}: at least 2")
     camera = room_camera(*size)
@@ -47,8 +49,14 @@ def make_bag(out: str, *, frames: int = 150, size: tuple[int, int] = (160, 120),
     with BagWriter(out, storage) as bag, ThreadPoolExecutor(os.cpu_count()) as pool:
         room = Room(seed)
         views = pool.map(lambda T: render(room, camera, T), poses)
+        if lines:
+            bag.tf(stamps[0], COLOR_FRAME, "lidar", T_CAMERA_LIDAR, static=True)
         for n, (stamp, view) in enumerate(zip(stamps, views), 1):
-            write_frame(bag, stamp, camera, view.rgb, view.depth_m, view.T_world_cam)
+            write_color(bag, stamp, camera, view.rgb, view.T_world_cam)
+            if lines:
+                bag.points("/lidar/points", stamp, "lidar", scan(room, view.T_world_cam @ T_CAMERA_LIDAR, lines))
+            else:
+                bag.depth("/camera/depth/image_raw", stamp, COLOR_FRAME, view.depth_m)
             points.append(surface_points(camera, view, stride=8))
             if n % 50 == 0:
                 say(f"{n}/{frames} frames")
@@ -96,6 +104,18 @@ def render(room: Room, camera: Camera, T_world_cam: np.ndarray, supersamples: in
             tile = np.s_[y:y + TILE_PX, x:x + TILE_PX]
             linear[tile], depth_m[tile] = _render_tile(room, camera, T_world_cam, tile, supersamples)
     return View(to_srgb(linear), depth_m, T_world_cam)
+
+
+def scan(room: Room, T_world_lidar: np.ndarray, lines: int) -> np.ndarray:
+    """[P,3] float32, m, in the lidar (x forward, y left, z up): one exact revolution of `lines` lines over LIDAR_SPAN_DEG."""
+    up = np.radians(np.linspace(-LIDAR_SPAN_DEG / 2, LIDAR_SPAN_DEG / 2, lines))[:, None]
+    points = []
+    for side in range(0, 360, 45):  # Room.cast looks for solids in a cone around its rays
+        turn = np.radians(side + np.arange(0, 45, LIDAR_STEP_DEG))[None]
+        rays = np.stack(np.broadcast_arrays(np.cos(up) * np.cos(turn), np.cos(up) * np.sin(turn), np.sin(up))).reshape(3, -1)
+        hit = room.cast(T_world_lidar[:3, 3], (T_world_lidar[:3, :3] @ rays).astype(np.float32))
+        points.append((rays * hit.t).T)
+    return np.concatenate(points).astype(np.float32)
 
 
 def _render_tile(room: Room, camera: Camera, T_world_cam: np.ndarray, tile: tuple[slice, slice], n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ from rclpy.qos import QoSCompatibility, QoSPolicyKind, QoSProfile, qos_check_com
 
 from .inputs import Input
 from .intake import InputState, Intake
+from .pointcloud import NOT_SUPPORTED
 
 STATE_OF = {"compressed": "image", "odom": "pose", "tf_static": "tf"}  # Input.kind -> InputState.kind
 
@@ -38,7 +39,8 @@ def describe_publishers(node, source: Input) -> str:
         who = f"{info.node_namespace.rstrip('/')}/{info.node_name}"
         verdict, reason = qos_check_compatible(info.qos_profile, source.qos)
         if info.topic_type != source.type_name:
-            parts.append(f"{who} sends {info.topic_type}: WRONG TYPE")
+            remedy = f" ({NOT_SUPPORTED[info.topic_type]})" if info.topic_type in NOT_SUPPORTED else ""
+            parts.append(f"{who} sends {info.topic_type}: WRONG TYPE{remedy}")
         elif verdict == QoSCompatibility.ERROR:
             parts.append(f"{who} is {describe_qos(info.qos_profile)}: QOS INCOMPATIBLE with ours ({describe_qos(source.qos)}): {reason.strip('; ')}")
         else:

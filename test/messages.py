@@ -8,6 +8,7 @@ import conftest
 import numpy as np
 
 from spirula_ros.bag_writer import TYPES
+from spirula_ros.pointcloud import cloud_fields
 
 
 def _blank(msgtype: str) -> Any:
@@ -81,3 +82,17 @@ def pose(stamp_ns: int, xyz=(0, 0, 0), q=(0, 0, 0, 1), frame_id: str = "map", ki
 def tf(*transforms: Any) -> Any:
     """A TFMessage of TransformStamped."""
     return TYPES.types["tf2_msgs/msg/TFMessage"](list(transforms))
+
+
+def cloud(stamp_ns: int, fields, point_step: int, data: bytes, shape: tuple[int, int], row_step: int | None = None, big: bool = False, frame_id: str = "lidar",
+          family: str = "rosbags") -> Any:
+    """A PointCloud2; fields: rows (name, offset, datatype, count); shape: (height, width)."""
+    rows = [put(blank("sensor_msgs/msg/PointField", family), name=name, offset=offset, datatype=kind, count=count) for name, offset, kind, count in fields]
+    return stamped("sensor_msgs/msg/PointCloud2", stamp_ns, frame_id, family, height=shape[0], width=shape[1], fields=rows, point_step=point_step,
+                   row_step=point_step * shape[1] if row_step is None else row_step, is_bigendian=big, data=data)
+
+
+def cloud_of(stamp_ns: int, points: np.ndarray, frame_id: str = "lidar", family: str = "rosbags") -> Any:
+    """x y z of [P,3] as float32."""
+    f = cloud_fields(points)
+    return cloud(stamp_ns, f.fields, f.point_step, f.data.tobytes(), (f.height, f.width), f.row_step, f.is_bigendian, frame_id, family)

@@ -10,7 +10,8 @@ import pytest
 
 from spirula_gpu.camera import Camera
 from spirula_ros import convert
-from spirula_ros.bags import BagError, BagWriter, Topics, messages, open_bag, pick_topics
+from spirula_ros.bags import BagError, BagWriter, TopicInfo, Topics, messages, open_bag, pick_topics
+from spirula_ros.pointcloud import points_from_msg
 from spirula_ros.poses import matrix_from_pose
 
 ROBUSTNESS = Path(__file__).resolve().parents[2] / "shared" / "data" / "robustness"
@@ -307,3 +308,55 @@ def test_several_files_are_read_in_order_with_and_without_metadata():
             assert starts == sorted(starts) and bag.start_ns == starts[0]
         with open_bag(resources / "wbag") as bag:
             assert bag.problem == ""
+
+
+# -------------------------------------------------------------------------------------------------- points and masks
+
+def lidar_bag(path: Path, storage: str = "mcap", depth: bool = False) -> Path:
+    with BagWriter(path, storage) as bag:
+        bag.image("/cam/image", S, "cam", RGB[0])
+        bag.info("/cam/camera_info", S, "cam", CAMERA)
+        bag.pose("/pose", S, "map", T)
+        bag.points("/lidar/points", S, "lidar", POINTS)
+        bag.points("/depth_camera/points", S, "lidar", POINTS[:1])
+        bag.image("/cam/mask", S, "cam", RGB[0, ..., 0])
+        if depth:
+            bag.depth("/cam/depth", S, "cam", DEPTH[0])
+    return path
+
+
+POINTS = rng.normal(0, 3, (500, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("storage", ["mcap", "sqlite3"])
+def test_points_and_masks_come_back(tmp_path, storage):
+    with open_bag(lidar_bag(tmp_path / "bag", storage)) as bag:
+        topics = pick_topics(bag, {"mask": "/cam/mask"})
+        read = {b.kind: b for b in messages(bag, topics)}
+    assert (topics.points, topics.depth, topics.image, topics.mask) == ("/lidar/points", "", "/cam/image", "/cam/mask")
+    np.testing.assert_array_equal(points_from_msg(read["points"].msg), POINTS)
+    np.testing.assert_array_equal(convert.mask_from_msg(read["mask"].msg), RGB[0, ..., 0] != 0)
+    serialization = pytest.importorskip("rclpy.serialization")
+    from sensor_msgs.msg import PointCloud2
+    np.testing.assert_array_equal(points_from_msg(serialization.deserialize_message(read["points"].raw, PointCloud2)), POINTS)
+
+
+def test_which_depth_is_chosen(tmp_path):
+    with open_bag(lidar_bag(tmp_path / "bag", depth=True)) as bag:
+        chosen = lambda **given: (pick_topics(bag, given).depth, pick_topics(bag, given).points)
+        assert chosen() == ("/cam/depth", "") and pick_topics(bag).mask == ""
+        assert chosen(depth="") == ("", "/lidar/points")
+        assert chosen(points="/depth_camera/points") == ("", "/depth_camera/points")
+        assert chosen(points="/lidar/points", depth="/cam/depth") == ("/cam/depth", "/lidar/points")
+        assert chosen(points="", depth="") == ("", "")
+        with pytest.raises(BagError, match="--points-topic /cam/image is a sensor_msgs/msg/Image, not sensor_msgs/msg/PointCloud2"):
+            chosen(points="/cam/image")
+
+
+def test_clouds_of_other_types_are_named_with_the_remedy(tmp_path):
+    livox = "livox_ros_driver2/msg/CustomMsg"
+    with open_bag(lidar_bag(tmp_path / "bag")) as bag:
+        bag.topics = {t: i for t, i in bag.topics.items() if "points" not in t} | {"/livox/lidar": TopicInfo(livox, 3)}
+        assert any("/livox/lidar" in note and "xfer_format: 0" in note for note in pick_topics(bag).notes)
+        with pytest.raises(BagError, match="CustomMsg, not sensor_msgs/msg/PointCloud2.*xfer_format: 0"):
+            pick_topics(bag, {"points": "/livox/lidar"})

@@ -206,7 +206,7 @@ def test_rectified_images_have_no_empty_border_and_no_invented_depth():
         assert lens.camera.width == 320 and lens.camera.height == 240 and lens.camera != lens.raw
         assert lens.rgb(np.full((240, 320, 3), 255, np.uint8)).min() == 255
         checker = (np.indices((240, 320)).sum(0) // 8 % 2 * 4 + 1).astype(np.float32)
-        depth = lens.depth(checker)
+        depth = lens.nearest(checker)
         assert set(np.unique(depth)) <= {0, 1, 5} and (depth == 0).mean() < 0.01
 
 

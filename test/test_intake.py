@@ -163,7 +163,7 @@ def test_distorted_images_are_rectified_with_their_depth():
     lens = convert.rectifier_from_info(m.info(T0, W, H, 5.0, d=[-0.3, 0, 0, 0, 0]))
     assert frame.camera == lens.camera != lens.raw
     np.testing.assert_array_equal(frame.rgb, lens.rgb(RGB))
-    np.testing.assert_array_equal(frame.depth_m, lens.depth(depth_m))
+    np.testing.assert_array_equal(frame.depth_m, lens.nearest(depth_m))
     assert not np.array_equal(frame.depth_m, depth_m)
 
 
@@ -541,10 +541,13 @@ def test_bad_configurations():
 # ------------------------------------------------------------------------------------------------ random sequences
 
 stamps = st.one_of(st.integers(0, 40).map(lambda i: T0 + i * 50 * MS), st.sampled_from([0, T0 + 17 * MS, T0 - 20 * S, T0 + 90 * S]))
+XYZ = [(axis, 4 * i, 7, 1) for i, axis in enumerate("xyz")]
 GOOD_IMAGE, GOOD_DEPTH = RGB.tobytes(), np.ones((H, W), np.float32).tobytes()
 events = st.one_of(
     st.builds(lambda s, e, n: ("image", m.image(s, W, H, e, GOOD_IMAGE[:n], W * 3)), stamps, st.sampled_from(["rgb8"] * 6 + ["foo"]), st.sampled_from([144] * 6 + [10])),
     st.builds(lambda s, e, w: ("depth", m.image(s, w, H, e, GOOD_DEPTH, W * 4)), stamps, st.sampled_from(["32FC1"] * 6 + ["foo"]), st.sampled_from([W] * 6 + [4])),
+    st.builds(lambda s, frame, n: ("points", m.cloud(s, XYZ[:n], 12, bytes(24), (1, 2), frame_id=frame)), stamps, st.sampled_from(["cam"] * 6 + ["map", "x"]), st.sampled_from([3] * 6 + [2])),
+    st.builds(lambda s, e, w: ("mask", m.image(s, w, H, e, bytes(W * H), W)), stamps, st.sampled_from(["mono8"] * 6 + ["foo"]), st.sampled_from([W] * 6 + [4])),
     st.builds(lambda s, f, w: ("info", m.info(s, w, H, f)), stamps, st.sampled_from([100.0] * 6 + [0.0]), st.sampled_from([W] * 6 + [5])),
     st.builds(lambda s, x, q: ("pose", m.pose(s, (x, 0, 0), q)), stamps, st.sampled_from([0.0] * 6 + [np.nan]), st.sampled_from([(0, 0, 0, 1)] * 6 + [(0, 0, 0, 0)])),
     st.builds(lambda s, c: ("tf", m.tf(m.pose(s, kind="TransformStamped", frame_id="map", child=c))), stamps, st.sampled_from(["cam", "x", "map"])),
@@ -552,12 +555,13 @@ events = st.one_of(
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(events, max_size=60), st.sampled_from(["require", "use_if_there", "ignore"]), st.sampled_from(["pose", "tf"]), st.booleans(), st.integers(1, 5))
-def test_every_image_is_accounted_for(sequence, depth, source, message_time, queue):
+@given(st.lists(events, max_size=60), st.sampled_from(["require", "use_if_there", "ignore"]), st.sampled_from(["pose", "tf"]), st.booleans(), st.integers(1, 5),
+       st.sampled_from(["image", "points"]), st.sampled_from(["off", "use_if_there", "require"]))
+def test_every_image_is_accounted_for(sequence, depth, source, message_time, queue, depth_source, mask):
     """Any messages in any order: nothing raises, in = used + dropped + pending after each, nothing is pending after flush,
     frames leave with increasing stamps (but for jumps), and a second run decides the same."""
     def run():
-        rig = Rig(holdout_every=3, depth=depth, pose_source=source, queue_frames=queue, clock=None if message_time else lambda: 0.0)
+        rig = Rig(holdout_every=3, depth=depth, depth_source=depth_source, mask=mask, pose_source=source, queue_frames=queue, clock=None if message_time else lambda: 0.0)
         n_images = 0
         for kind, what in sequence:
             if kind == "poll":

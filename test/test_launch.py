@@ -28,7 +28,7 @@ def test_show_args(file, environment):
                           env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     arguments = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert {"image", "camera_info", "depth", "pose", "pose_source", "config", "use_sim_time"} <= set(arguments)
+    assert {"image", "camera_info", "depth", "points", "mask", "pose", "pose_source", "config", "use_sim_time"} <= set(arguments)
     known = {name for name, *_ in params.rows()}
     named = {found[1] for text in arguments.values() if (found := re.search(r"\[(\w+\.\w+)\]", text))}
     assert named and named <= known, "an argument sets a parameter that does not exist"
@@ -44,7 +44,7 @@ def test_train_launch_takes_frames_and_ends_cleanly(environment, tmp_path):
 def test_ctrl_c_ends_launch_and_node(environment, tmp_path):
     log = tmp_path / "launch.log"
     with log.open("w") as file:  # a session of its own: like a terminal, and unlike a shell's background job, it takes SIGINT
-        process = subprocess.Popen([sys.executable, HERE / "launch_file.py", TRAIN, "backend:=cpu"], env=environment,
+        process = subprocess.Popen([sys.executable, HERE / "launch_file.py", TRAIN, "backend:=cpu", "points:=/velodyne_points", "mask:=/people"], env=environment,
                                    stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         deadline = time.monotonic() + 90
@@ -57,6 +57,7 @@ def test_ctrl_c_ends_launch_and_node(environment, tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     text = log.read_text()
+    assert "/velodyne_points" in text and "/people" in text and "/depth" not in text, "points and mask are used when they are given"
     assert "process has finished cleanly" in text and "Traceback" not in text, text
 
 

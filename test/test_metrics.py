@@ -68,3 +68,21 @@ def test_wrong_images_are_refused():
         psnr(np.zeros((4, 4, 3)), np.zeros((4, 5, 3)))
     with pytest.raises(ValueError, match="int64"):
         ssim(np.zeros((4, 4, 3), int), np.zeros((4, 4, 3), int))
+
+
+def test_a_mask_leaves_out_what_it_hides():
+    rng = np.random.default_rng(3)
+    a = rng.integers(0, 256, (40, 60, 3), np.uint8)
+    b = np.clip(a.astype(int) + rng.integers(-9, 10, a.shape), 0, 255).astype(np.uint8)
+    mask = np.full((40, 60), 255, np.uint8)
+    mask[:, :25] = 0
+    ghost = b.copy()
+    ghost[:, :25] = 255 - ghost[:, :25]  # where nothing is shown anything may be
+    assert psnr(a, ghost, mask) == psnr(a, b, mask) == pytest.approx(psnr(a[:, 25:], b[:, 25:]))
+    assert ssim(a, ghost, mask) == ssim(a, b, mask)
+    # the window reads zeros beyond the mask as it does beyond the border: the part alone has the same score
+    assert ssim(a, b, mask) == pytest.approx(ssim(a[:, 25:], b[:, 25:]), abs=1e-12)
+    assert psnr(a, b, np.ones((40, 60), bool)) == psnr(a, b) and ssim(a, b, np.ones((40, 60), bool)) == ssim(a, b)
+    assert np.isnan(psnr(a, b, np.zeros((40, 60)))) and np.isnan(ssim(a, b, np.zeros((40, 60))))
+    with pytest.raises(ValueError, match=r"mask of shape \(40, 59\)"):
+        psnr(a, b, mask[:, 1:])

@@ -22,11 +22,12 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from rclpy.parameter_client import AsyncParameterClient
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from sensor_msgs.msg import CameraInfo, CompressedImage, Image
+from sensor_msgs.msg import CameraInfo, CompressedImage, Image, PointCloud2
 from std_msgs.msg import String
 from std_srvs.srv import SetBool, Trigger
 from visualization_msgs.msg import Marker, MarkerArray
 
+import messages
 from fake_mapper import WRITTEN, FakeMapper
 from spirula_gpu.camera import Camera
 from spirula_gpu.mapper import Mapper
@@ -155,6 +156,38 @@ def test_poses_from_odometry(rig):
     rig.until(lambda: rig.mapper.frames)
     assert rig.mapper.frames[0].T_world_cam[2, 3] == 7 and rig.mapper.frames[0].depth_m is None
     assert rig.node.intake.map_frame == "odom"
+
+
+@pytest.mark.parametrize("rig", [{"intake.depth_source": "points", "intake.mask": "require", "topics.points": "lidar", "intake.T_camera_lidar": [0.0, 0.0, 1.0, 0.5, -0.5, 0.5, 0.5]}],
+                         indirect=True)
+def test_points_and_masks_over_dds(rig):
+    lidar, mask = rig.robot.create_publisher(PointCloud2, "lidar", BEST_EFFORT), rig.robot.create_publisher(Image, "mask", BEST_EFFORT)
+    rig.until(lambda: all(p.get_subscription_count() for p in (lidar, mask, rig.image, rig.info, rig.pose)))
+    assert not rig.depth.get_subscription_count(), "depth comes from points"
+    shown = np.ones((48, 64), np.uint8)
+    shown[:, 40:] = 0
+    lidar.publish(messages.cloud_of(100_000_000, [[1.0, 0, 0], [np.nan, 0, 0]], "lidar", "rclpy"))  # 1 m before the lidar, which is 1 m before the camera
+    mask.publish(messages.image(100_000_000, 64, 48, "mono8", shown.tobytes(), frame_id="camera", family="rclpy"))
+    rig.send_frame()
+    frame = rig.until(lambda: rig.mapper.frames)[0]
+    assert np.argwhere(frame.depth_m).tolist() == [[24, 32]] and frame.depth_m[24, 32] == pytest.approx(2)
+    np.testing.assert_array_equal(frame.mask, shown)
+
+
+@pytest.mark.parametrize("rig", [{"intake.depth_source": "points", "watch.silence_s": 0.2}], indirect=True)
+def test_points_by_tf_and_what_the_node_says_when_they_are_missing(rig):
+    messages_tf = conftest.importorskip("tf2_msgs.msg", "make test")
+    lidar, static = rig.robot.create_publisher(PointCloud2, "points", BEST_EFFORT), rig.robot.create_publisher(messages_tf.TFMessage, "/tf_static", LATCHED)
+    rig.until(lambda: all(p.get_subscription_count() for p in (lidar, static, rig.image, rig.info, rig.pose)))
+    rig.send_frame()
+    rig.until(lambda: "waiting" in rig.node._hint or "wait for" in rig.node._hint)
+    assert "points" in rig.node._hint and "PointCloud2" in rig.node._hint
+    place = TransformStamped(header=header(1, "camera"), child_frame_id="lidar")
+    place.transform.translation.z, place.transform.rotation.w = 0.5, 1.0
+    static.publish(messages_tf.TFMessage(transforms=[place]))
+    lidar.publish(messages.cloud_of(100_000_000, [[0, 0, 1.5]], "lidar", "rclpy"))
+    frame = rig.until(lambda: rig.mapper.frames)[0]
+    assert frame.depth_m[24, 32] == pytest.approx(2) and frame.mask is None
 
 
 @pytest.mark.parametrize("rig", [{"intake.pose_source": "tf", "intake.depth": "use_if_there", "qos.sensors": "reliable", "topics.image_transport": "compressed"}], indirect=True)

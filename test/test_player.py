@@ -121,3 +121,19 @@ def test_waiting_for_a_silent_node_ends(link):
 def test_bad_input_is_one_sentence(room, ros_domain):
     done = replay(room, ros_domain, "--image-topic", "/nothing")
     assert done.returncode == 2 and "/nothing" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("values, kinds", [
+    ({}, {"image", "info", "pose", "depth"}),
+    ({"intake.pose_source": "odom", "intake.depth": "ignore"}, {"image", "info", "odom", "tf", "tf_static"}),
+    ({"intake.depth_source": "points", "intake.mask": "require"}, {"image", "info", "pose", "points", "mask", "tf", "tf_static"}),
+    ({"intake.pose_source": "tf", "intake.depth": "ignore", "intake.depth_source": "points"}, {"image", "info", "tf", "tf_static"})])
+def test_only_what_the_node_hears_is_sent(values, kinds):
+    """A publisher without a subscriber would be waited for in vain."""
+    conftest.importorskip("tf2_msgs.msg", "make test")
+    from spirula_ros import bags, inputs, params
+    ros, config = params.split(values)
+    sent = {kind for kind in bags.KINDS if kind != "compressed" and player.heard(kind, {**player.values_of(ros), **player.values_of(config)})}
+    assert sent == kinds
+    listened = {source.kind for source in inputs.inputs_of(ros)}
+    assert sent == listened

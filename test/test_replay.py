@@ -354,3 +354,39 @@ def test_a_second_recording_goes_on_with_the_map_of_the_first(room, tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="cut short"):
         run(room, tmp_path / "c", make=Mapper, assignments=assign)
+
+
+# ---------------------------------------------------------------------------------------------------------- points
+
+@pytest.fixture(scope="module")
+def lidar_room(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bags") / "lidar_room"
+    make_bag(path, frames=20, size=(80, 60), fps=20, lines=32, say=lambda _: None)
+    return path
+
+
+def test_points_are_the_depth_where_there_are_no_depth_images(lidar_room, tmp_path):
+    mapper, found, _ = run(lidar_room, tmp_path, rate=None)
+    assert found["topics"]["/lidar/points"] == "points" and found["frames"]["dropped"] == {}
+    assert len(mapper.frames) == 15 and all(0.2 < (f.depth_m > 0).mean() < 0.9 for f in mapper.frames)
+
+
+def test_depth_may_be_ignored_or_asked_for_from_points(lidar_room, room, tmp_path):
+    mapper, _, _ = run(lidar_room, tmp_path / "a", rate=None, assignments=["intake.depth=ignore"])
+    assert all(f.depth_m is None for f in mapper.frames)
+    mapper, found, _ = run(room, tmp_path / "b", rate=None, assignments=["intake.depth_source=points"])
+    assert "/camera/depth/image_raw" not in found["topics"] and all(f.depth_m is None for f in mapper.frames), "there are none in this recording"
+
+
+def test_the_room_is_mapped_from_points(lidar_room, tmp_path):
+    """The real engine on real messages: about as good as from depth images."""
+    from spirula_gpu.mapper import Mapper
+    assignments = ["engine.backend=cpu", "engine.threads=1", "train.steps_per_frame=15"]
+    dense = tmp_path / "dense_room"
+    make_bag(dense, frames=20, size=(80, 60), fps=20, say=lambda _: None)
+    psnr = {}
+    for name, bag in (("points", lidar_room), ("image", dense)):
+        _, found, _ = run(bag, tmp_path / name, Mapper, rate=None, mesh=False, assignments=assignments)
+        assert found["frames"]["dropped"] == {} and found["gaussians"] > 1000
+        psnr[name] = found["heldout_psnr"]
+    assert psnr["points"] > psnr["image"] - 1.5 and psnr["points"] > 16, psnr

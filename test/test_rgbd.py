@@ -9,6 +9,7 @@ from spirula_gpu.camera import Camera
 from spirula_ros import bags, rgbd
 from spirula_ros.convert import depth_to_m, image_to_rgb, stamp_ns
 from spirula_ros.errors import InputError
+from spirula_ros.pointcloud import points_from_msg
 from spirula_ros.registration import register_depth, shrink_color, shrink_depth
 
 REDKITCHEN = Path(__file__).resolve().parents[2] / "shared" / "data" / "7scenes_redkitchen"
@@ -293,3 +294,30 @@ def agreement(a, b, rig):
     ok[ok] &= np.abs(z_b[vv[ok], uu[ok]] - X[2, ok]) < 0.05
     gray_a, gray_b = (cv2.cvtColor(rgb, cv2.COLOR_RGB2GRAY).astype(float) for rgb in (rgb_a, rgb_b))
     return np.corrcoef(gray_a[v[ok], u[ok]], gray_b[vv[ok], uu[ok]])[0, 1]
+
+
+# ----------------------------------------------------------------------------------------------------------- lines
+
+def test_lines_instead_of_depth_images(seven, tmp_path):
+    """Rows of the depth image as the depth camera measured it, in its frame; /tf_static says where the colour camera is."""
+    depth = np.random.default_rng(0).integers(500, 4000, (H, W)).astype(np.uint16)
+    depth[:, :10] = 0
+    write_frame(seven, 0, pose(), depth)
+    assert rgbd.make_bag(seven, tmp_path / "bag", lines=6, color_f=60.0, color_offset=(-0.1, 0, 0), say=quiet) == 3
+    found = contents(tmp_path / "bag")
+    assert {k: len(v) for k, v in found.items()} == {"image": 3, "points": 3, "info": 3, "pose": 3, "tf_static": 1}
+    points = points_from_msg(found["points"][0])
+    z = depth[4::8, 10:] / 1000  # the middle row of each sixth
+    np.testing.assert_allclose(points[:, 2], z.ravel(), rtol=1e-6)
+    v = points[:, 1] / points[:, 2] * 58.5 + 24  # pixel centres at whole numbers, as in the file
+    np.testing.assert_allclose(v.reshape(6, -1), np.repeat(np.arange(4, 48, 8)[:, None], W - 10, 1), atol=1e-4)
+    static = found["tf_static"][0].transforms[0]
+    assert (static.header.frame_id, static.child_frame_id, static.transform.translation.x) == ("camera_color_optical_frame", "camera_depth_optical_frame", -0.1)
+    assert found["points"][0].header.frame_id == "camera_depth_optical_frame"
+    assert found["pose"][0].pose.position.x == pytest.approx((pose()[:3, :3] @ [0.1, 0, 0])[0])
+
+
+@pytest.mark.parametrize("lines", [1, H + 1])
+def test_a_bad_number_of_lines(seven, tmp_path, lines):
+    with pytest.raises(InputError, match=f"--lines {lines}: the depth images have {H} rows; give 2..{H}"):
+        rgbd.make_bag(seven, tmp_path / "bag", lines=lines, say=quiet)
