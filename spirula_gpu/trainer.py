@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from .config import Config
+from .correct import Motions, move_gaussians
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 
@@ -119,6 +120,12 @@ class Trainer:
         return InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=detail_gain, min_depth_m=i.min_depth_m,
                             max_depth_m=i.max_depth_m, hole_spacing_px=hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
                             seed=self.config.engine.seed * 1_000_003 + owner)
+
+    def correct(self, motions: Motions, owner_stamps: np.ndarray) -> int:
+        """The Gaussians of a corrected path move, each with its owner, whose stamp is owner_stamps [owner]. Returns how many."""
+        n = move_gaussians(self.engine, *motions.of(owner_stamps))
+        self._unsorted += n
+        return n
 
     def prune(self) -> None:
         """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""
