@@ -472,9 +472,11 @@ class Mapper:
                 self._inbox.replace(found.place)
         except PathError as e:
             self._path_hint = f"the corrected path was not used: {e}"
+            self._tell_status()
             raise
         self._path_hint = ""
         if not found.moved.any():
+            self._tell_status()
             return Corrected(0, 0, 0)
         gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))
         D, moved = found.of([k.frame.stamp_ns for k in self._keyframes])

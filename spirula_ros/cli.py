@@ -30,7 +30,7 @@ FORECAST_EXAMPLES = """examples:
   spirula forecast --gaussians 10e6 --size 1920x1080 --sh 3 --precision compact --vram-mb 8192
   spirula forecast --gaussians 300e3 --size 640x480 --backend cpu --render
 """
-TOPIC_KINDS = ("image", "compressed", "depth", "info", "pose", "odom", "tf", "tf_static")
+TOPIC_KINDS = ("image", "compressed", "depth", "info", "pose", "odom", "tf", "tf_static", "path")
 
 
 def main(argv: list[str] | None = None) -> int:

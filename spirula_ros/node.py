@@ -61,7 +61,7 @@ class TrainNode(Node):
         self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
         for line in describe(self.mapper.resumed, self.config.checkpoint):
             self.get_logger().info(line)
-        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s)
+        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera = "", None
@@ -112,6 +112,16 @@ class TrainNode(Node):
         except Exception:
             self.mapper.ledger.dropped("internal_error")
             raise
+
+    def _correct(self, stamps, poses) -> None:
+        """A corrected path from the intake."""
+        self.mapper.command("correct", stamps, poses).add_done_callback(self._corrected)
+
+    def _corrected(self, done) -> None:
+        if done.exception() is not None:
+            self.get_logger().warning(f"{self.ros.topics.path}: {done.exception()}", throttle_duration_sec=10.0)
+        elif done.result().frames:
+            self.get_logger().info("corrected path: {} frames, {} keyframes, {} Gaussians moved".format(*done.result()))
 
     def _safely(self, where: str, call):
         """`call`, whose exceptions are logged, counted and shown in the status instead of ending the node."""

@@ -20,6 +20,7 @@ class TopicsConfig:
     camera_info: str = param("camera_info", "", "CameraInfo of the colour image")
     depth: str = param("depth", "", "depth Image registered to the colour image, 32FC1 m or 16UC1 mm; not used with intake.depth ignore")
     pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf")
+    path: str = param("", "", "nav_msgs/Path of corrected poses (loop closure) of the same body as topics.pose: the map moves with it; empty = none")
     pose_type: str = param("PoseStamped", "", "message of topics.pose with pose_source pose: PoseStamped | PoseWithCovarianceStamped | TransformStamped")
 
 

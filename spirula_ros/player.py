@@ -83,6 +83,7 @@ def node_parameters(args, settings, bag: bags.Bag, topics: bags.Topics, out: Pat
         values["topics.depth"] = named(topics.depth, "/compressedDepth")
     if pose:
         values["topics.pose"] = pose
+    values["topics.path"] = topics.path
     if topics.pose:
         values["topics.pose_type"] = bag.topics[topics.pose].type.rpartition("/")[2]
     if args.lossless:

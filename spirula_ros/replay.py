@@ -17,6 +17,7 @@ from typing import Any, Callable, TextIO
 from tqdm import tqdm
 
 from spirula_gpu.config import Config, rows
+from spirula_gpu.correct import PathError
 
 from . import bags
 from .convert import BadMessage
@@ -78,7 +79,7 @@ class Run:
         self.bag, self.topics, self.mapper, self.options, self.settings = bag, topics, mapper, options, settings
         self.driver = Lossless(mapper) if options.rate is None else Live(mapper)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
-                             clock=None if options.rate is None else time.monotonic)
+                             clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
         self.problem = self.stopped_early = ""
 
     def train(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
@@ -112,6 +113,14 @@ class Run:
                 self.intake.refused(message.kind, error)
             self.mapper.world_frame = self.intake.map_frame
             progress.show(1)
+
+    def _correct(self, stamps, poses) -> None:
+        """A corrected path; when it is not used the mapper's hint says why."""
+        self.mapper.command("correct", stamps, poses).add_done_callback(self._corrected)
+
+    def _corrected(self, done) -> None:
+        if not isinstance(done.exception(), (PathError, type(None))):
+            self.problem = f"a corrected path failed: {type(done.exception()).__name__}: {done.exception()}"
 
     def _refine(self, stop: StopRequest, progress: Progress) -> None:
         """Training after the stream, until the first of the given limits."""

@@ -69,6 +69,7 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "keyframes": status.keyframes,
         "gaussians": status.gaussians,
         "steps": status.steps,
+        "corrections": status.corrections,
         "hint": status.hint,
         "seconds": seconds,
         "heldout_psnr": _mean([h.psnr for h in held_out]),

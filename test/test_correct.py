@@ -8,7 +8,11 @@ from conftest import BACKENDS
 from spirula_gpu import correct
 from spirula_gpu.camera import Camera
 from spirula_gpu.correct import PathError, Scale, Track, between, interpolated, move_gaussians, motions, sh_rotations
-from spirula_gpu.native import PARAMETERS, Engine, view
+from spirula_gpu.config import replaced
+from spirula_gpu.mapper import Mapper
+from spirula_gpu.native import PARAMETERS, Engine, Hyper, view
+from test_checkpoint import everything, save
+from test_mapper import SMALL, frame, submit
 
 SCALE = Scale(px_per_m=100.0, px_per_rad=200.0)
 MS = 1_000_000
@@ -73,7 +77,6 @@ def filled(backend: str, precision: str, degree: int = 3, owners=(0, 3, 1), n: i
     for owner in owners:
         g = scenes.gaussians(n, degree, seed=owner)
         engine.append(g.means, g.quats, np.log(g.scales), np.log(g.opacities / (1 - g.opacities)), g.sh, owner=owner)
-    from spirula_gpu.native import Hyper
     v = view(Camera(64, 48, 50, 50, 32, 24), np.eye(4), degree)
     for _ in range(2):
         engine.train_step(v, np.full((48, 64, 3), 90, np.uint8), Hyper(lr_mean=1e-4, lr_mean_final=1e-4, lr_quat=1e-3, lr_log_scale=1e-3, lr_logit_opacity=1e-3, lr_sh0=1e-3,
@@ -215,3 +218,139 @@ def test_interpolation_stops_at_gaps_and_ends():
     at, known = interpolated(stamps, T, np.array([-1, 0, 50, 100, 200, 400, 401]) * MS)
     assert known.tolist() == [False, True, True, True, False, True, False]
     np.testing.assert_allclose(at[2], between(T[:1], T[1:2], np.array([0.5]))[0])
+
+
+# ---- the mapper ---------------------------------------------------------------------------------------------------------------
+
+SHIFT = np.array([0.1, 0, 0.05])
+
+
+def pose(i: int, off: float = 0.0) -> np.ndarray:
+    T = frame(i).T_world_cam.copy()
+    T[:3, 3] += off * SHIFT
+    return T
+
+
+def drifting(i: int) -> float:
+    """Share of SHIFT by which frame i is off: from frame 4 on, all of it from 8 on."""
+    return float(np.clip((i - 4) / 4, 0, 1))
+
+
+def mapped(off=drifting, n: int = 14, **changes) -> Mapper:
+    mapper = Mapper(replaced(SMALL, {"train.steps_per_frame": 10, **{k.replace("__", "."): v for k, v in changes.items()}}))
+    for i in range(n):
+        submit(mapper, frame(i, T_world_cam=pose(i, off(i)), held_out=i % 4 == 3))
+        mapper.run_due()
+    return mapper
+
+
+def close(mapper: Mapper, n: int = 14, every: int = 1, off=lambda i: 0.0):
+    at = range(0, n, every)
+    return mapper.command("correct", np.array([frame(i).stamp_ns for i in at]), np.array([pose(i, off(i)) for i in at])).result()
+
+
+def psnr(mapper: Mapper) -> float:
+    return float(np.mean([h.psnr for h in mapper.evaluate()]))
+
+
+def test_a_closed_loop_moves_everything_that_has_a_pose_and_the_map_recovers():
+    never, mapper, left = mapped(lambda i: 0.0), mapped(), mapped()
+    for m in (never, mapper, left):
+        m.train(steps=100)
+    owners = {k.id: k for k in mapper._keyframes}
+    means, owner = mapper._engine.read("map.mean"), mapper._engine.read("map.owner")
+    done = close(mapper)
+    assert done.frames == 14 - 5 and done.keyframes == sum(k.frame.stamp_ns > frame(4).stamp_ns for k in owners.values()) == 7
+    assert done.gaussians == sum(owners[o].frame.stamp_ns > frame(4).stamp_ns for o in owner) and mapper.status().corrections == 1
+    for i, k in [(round((k.frame.stamp_ns - frame(0).stamp_ns) / 1e8), k) for k in owners.values()]:
+        np.testing.assert_allclose(k.frame.T_world_cam, pose(i), atol=1e-12)
+        np.testing.assert_allclose(k.T_given, pose(i), atol=1e-12)
+        assert np.isinf(k.loss) == (i > 4)
+        np.testing.assert_allclose(mapper._engine.read("map.mean")[owner == k.id], means[owner == k.id] - drifting(i) * SHIFT, atol=1e-6)
+    for f in mapper._held_out:
+        np.testing.assert_allclose(f.T_world_cam, pose(round((f.stamp_ns - frame(0).stamp_ns) / 1e8)), atol=1e-12)
+    np.testing.assert_allclose(mapper._gate.state().poses, [k.frame.T_world_cam for k in mapper._keyframes], atol=1e-12)
+    for m in (never, mapper, left):
+        m.train(steps=300)
+    best, closed, worst = psnr(never), psnr(mapper), psnr(left)
+    assert best - worst > 5 and best - closed < 0.15 * (best - worst), (best, closed, worst)
+
+
+def test_frames_that_wait_are_corrected_too():
+    mapper = Mapper(replaced(SMALL, {"gate.inbox_frames": 20}))
+    for i in range(8):
+        submit(mapper, frame(i, T_world_cam=pose(i, 1.0)))
+    mapper.tick()
+    assert close(mapper, 8).frames == 8
+    mapper.run_due()
+    assert len(mapper._keyframes) == 8
+    for i, k in enumerate(mapper._keyframes):
+        np.testing.assert_allclose(k.T_given, pose(i), atol=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_gaussians_whose_keyframe_has_gone_move_as_it_would(every):
+    """A path of every third frame: the motion of the others lies between."""
+    mapper = mapped(train__max_keyframes=3)
+    stamps = dict(enumerate(mapper._owners))
+    assert len(mapper._keyframes) == 3 and len(stamps) > 8
+    means, owner = mapper._engine.read("map.mean"), mapper._engine.read("map.owner")
+    gone = np.setdiff1d(owner, [k.id for k in mapper._keyframes])
+    close(mapper, 14, every)
+    after, at, tested = mapper._engine.read("map.mean"), range(0, 14, every), 0
+    for o in gone:
+        i = round((stamps[o] - frame(0).stamp_ns) / 1e8)
+        expected = np.interp(i, at, [drifting(k) for k in at])
+        expected *= expected * np.linalg.norm(SHIFT) * 36 / 2 > correct.MOVED_PX   # 36 px of focal length, 2 m away
+        np.testing.assert_allclose(after[owner == o], means[owner == o] - expected * SHIFT, atol=1e-6)
+        tested += 0 < drifting(i)
+    assert tested >= 3
+
+
+def test_odometry_changes_nothing_and_a_path_that_is_not_used_says_why():
+    mapper, untouched = mapped(), mapped()
+    assert close(mapper, off=drifting) == close(mapper, every=5, off=drifting) == (0, 0, 0) and mapper.status().corrections == 0
+    with pytest.raises(PathError, match="same clock"):
+        mapper.command("correct", np.arange(5), np.array([pose(i) for i in range(5)])).result()
+    assert "the corrected path was not used: none of the path's 5 poses" in mapper.status().hint
+    close(mapper, off=drifting)
+    assert "path" not in mapper.status().hint
+    assert everything(mapper) == everything(untouched) and Mapper(SMALL).command("correct", np.arange(5), np.tile(np.eye(4), (5, 1, 1))).result() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("precision", ["full", "compact"])
+def test_a_corrected_map_resumes_bit_for_bit_and_can_be_corrected_again(precision):
+    def second(m):
+        close(m, 14, 2, lambda i: 0.5 * drifting(i))
+        m.train(steps=30)
+        return everything(m), [k.T_given.tobytes() for k in m._keyframes], m._track.poses.tobytes(), m.status().corrections
+
+    mapper = mapped(engine__precision=precision, train__max_keyframes=4)
+    close(mapper)
+    mapper.train(steps=20)
+    resumed = Mapper(mapper.config)
+    resumed.resume(save(mapper))
+    assert second(resumed) == second(mapper) and mapper.status().corrections == 2
+
+
+def test_the_live_mesh_is_fused_again():
+    mapper = mapped(mesh__voxel_m=0.1, mesh__chunk_m=0.5)
+    for _ in range(3):
+        mapper._output.update_mesh(mapper._keyframes)
+    before = {c.key: c for c in mapper._output.mesh()}
+    far = lambda i: 1.0 + 30 * drifting(i)   # 3 m to the side
+    close(mapper, off=far)
+    mapper._output.update_mesh(mapper._keyframes)
+    after = {c.key: c for c in mapper._output.mesh()}
+    assert any(len(c.vertices) for c in before.values()) and max(c.vertices[:, 0].max() for c in after.values() if len(c.vertices)) > 3
+    assert [key for key in before if len(before[key].vertices) and not len(after[key].vertices)], "chunks that are gone are said to be empty"
+
+
+def test_a_running_mapper_is_corrected_by_its_own_thread():
+    mapper = mapped()
+    mapper.start()
+    try:
+        assert close(mapper).keyframes == 7
+    finally:
+        mapper.stop()
+    assert not mapper.status().last_error
