@@ -70,7 +70,7 @@ class BagWriter:
         """PoseStamped: T [4,4] maps points of the moving frame to frame_id."""
         self._write(topic, "geometry_msgs/msg/PoseStamped", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), self._pose(T))
 
-    def path(self, topic: str, stamp_ns: int, frame_id: str, stamps: np.ndarray, T: np.ndarray, recv_ns: int | None = None) -> None:
+    def nav_path(self, topic: str, stamp_ns: int, frame_id: str, stamps: np.ndarray, T: np.ndarray, recv_ns: int | None = None) -> None:
         """Path: stamps [n] int64 ns and T [n,4,4], which map points of the moving frame to frame_id."""
         poses = [TYPES.types["geometry_msgs/msg/PoseStamped"](self._header(int(s), frame_id), self._pose(T_i)) for s, T_i in zip(stamps, T)]
         self._write(topic, "nav_msgs/msg/Path", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), poses)
