@@ -10,10 +10,10 @@ import numpy as np
 
 from .camera import Camera, Frame
 from .checkpoint_file import BYTES, OTHER_PROGRAM, Reader, Section, write_file
-from .config import Config, rows
+from .config import Config, EngineConfig, rows
 from .correct import Track
 from .keyframes import Gated
-from .native import GAUSSIANS, Engine, NativeError
+from .native import GAUSSIANS, Engine, NativeError, forecast
 from .report import FrameCounts
 
 CHUNK_BYTES = 1 << 26  # of a row of the map that are in host memory at once
@@ -97,6 +97,21 @@ def changed(reader: Reader, config: Config) -> dict[str, tuple[Any, Any]]:
         if name in differ:
             reader.refuse(f"it was written with {name} {differ[name][0]}, and this run has {differ[name][1]}", f"set {name} to {differ[name][0]}, or start without checkpoint.resume")
     return differ
+
+
+def check_budget(reader: Reader, e: EngineConfig, backend: str) -> None:
+    """That a step on the largest keyframe takes no more than engine.vram_budget_mb beside the map: else the map would be pruned away to make room for it."""
+    table, (pairs, isects) = reader.array("frames", FRAME, (-1,)), (int(n) for n in reader.facts["trainer"]["seen"])
+    sizes = table["size"][table["kind"] == KEYFRAME]
+    if not e.vram_budget_mb or not len(sizes):
+        return
+    width, height = map(int, sizes[sizes.prod(axis=1).argmax()])
+    need = forecast(backend, gaussians=int(reader.facts["gaussians"]), width=width, height=height, pairs=pairs, isects=isects, sh_degree=e.sh_degree, precision=e.precision,
+                    max_gaussians=e.max_gaussians, budget_bytes=e.vram_budget_mb << 20, threads=e.threads, arena_alias=e.arena_alias).total
+    if need > e.vram_budget_mb << 20:
+        least = -(-need // 2**20)
+        reader.refuse(f"its {reader.facts['gaussians']} Gaussians and a step on {width}x{height} images take {least} MiB > engine.vram_budget_mb {e.vram_budget_mb}",
+                      f"raise that to {least} or more, or start without checkpoint.resume")
 
 
 def read_rows(reader: Reader, engine: Engine) -> None:

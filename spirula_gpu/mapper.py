@@ -22,6 +22,7 @@ from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
 from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, MeshError, Output
+from .ply import check_path
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
 from .trainer import Trainer, refused
 
@@ -50,6 +51,10 @@ class Mapper:
     SAVING_SHARE = 0.05   # of the time, at most, goes into periodic checkpoints
 
     def __init__(self, config: Config = Config()):
+        try:
+            check_path("checkpoint.path", config.checkpoint.path)
+        except ValueError as e:
+            raise CheckpointError(str(e)) from None
         self.config = config
         self.ledger = FrameLedger()
         self.latest = Latest()
@@ -377,6 +382,8 @@ class Mapper:
 
     def _take_over(self, reader: Reader) -> Resumed:
         facts, changed, waiting = reader.facts, checkpoint.changed(reader, self.config), []
+        if "engine.vram_budget_mb" in changed:
+            checkpoint.check_budget(reader, self.config.engine, self.backend)
         checkpoint.read_rows(reader, self._engine)
         for kind, frame, id, loss, T_given in checkpoint.read_frames(reader):
             if kind == KEYFRAME:

@@ -505,6 +505,20 @@ def forecast(backend: str = "auto", *, gaussians: int, width: int, height: int, 
     return _vram_report(rows[:n.value], budget_bytes, Memory())
 
 
+def least_budget(backend: str = "auto", **workload) -> int:
+    """The smallest whole number of MiB into which one Gaussian fits. Keywords as in forecast()."""
+    def fits(mib: int) -> bool:
+        return forecast(backend, gaussians=1, budget_bytes=mib << 20, **workload).total <= mib << 20
+    high = 1
+    while not fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
 def largest_map(budget_bytes: int, backend: str = "auto", *, most: int = 200_000_000, **workload) -> int:
     """The most Gaussians, up to `most`, whose forecast stays within the budget, to 0.1 %; 0: not even an empty map does. Keywords as in forecast()."""
     def fits(n: int) -> bool:

@@ -56,6 +56,13 @@ def read_ply(path: str | os.PathLike) -> Splats:
                   rows["opacity"].astype(np.float32), np.ascontiguousarray(np.concatenate([dc, sh_rest], 1)))
 
 
+def check_path(name: str, path: str) -> None:
+    """That a file cannot be written is said before there is something to write; '' is no file. Raises ValueError."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if path and (os.path.exists(path) and not os.path.isfile(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK)):
+        raise ValueError(f"{name} '{path}': must be a file in a folder that exists and can be written; give another one")
+
+
 def write_atomically(path: str | os.PathLike, *parts: bytes) -> None:
     """`parts`, one after the other, as the file `path`: all or nothing. The file gets the permissions of a plain open()."""
     folder, name = os.path.split(os.path.abspath(path))

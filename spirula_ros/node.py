@@ -6,7 +6,6 @@ Threads: everything here runs on the executor's thread (T0). The mapper's own th
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import signal
 import sys
 import threading
@@ -28,6 +27,7 @@ from std_srvs.srv import SetBool, Trigger
 from spirula_gpu.camera import Frame
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.native import NativeError
+from spirula_gpu.ply import check_path
 
 from .finish import finish, save_files
 from .inputs import Input, inputs_of
@@ -41,13 +41,6 @@ from .watch import LOST_HINT, describe_publishers, explain, policy_name
 TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
 
 
-def check_path(name: str, path: str) -> None:
-    """That a file cannot be written is said before there is something to write. Raises ValueError."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if path and (os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)):
-        raise ValueError(f"{name} '{path}': must be a file in a folder that exists and can be written; give another one")
-
-
 class TrainNode(Node):
     """Raises ValueError on bad parameters and NativeError when the engine cannot start; both say what to do."""
 
@@ -56,7 +49,6 @@ class TrainNode(Node):
         declare_all(self)
         self.ros, self.config = config_from(self)
         check_path("output.map_path", self.ros.output.map_path)
-        check_path("checkpoint.path", self.config.checkpoint.path)
         self.mapper = make_mapper(self.config)
         self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
         for line in describe(self.mapper.resumed, self.config.checkpoint):

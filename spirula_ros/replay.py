@@ -24,7 +24,7 @@ from .convert import BadMessage
 from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
-from .report import prepare_folder, write_report
+from .report import prepare_folder, remove_results, write_report
 from .resume import describe, intake_for
 from .settings import Settings
 
@@ -46,9 +46,9 @@ class ReplayOptions:
 def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Config], Any] | None = None, screen: TextIO = sys.stderr) -> str:
     """Runs it, writes the report and returns its sentence. Raises InputError, NativeError (the engine cannot start), and
     RuntimeError if the mapper fails on the way."""
-    out = prepare_folder(options.out)
     with bags.open_bag(options.bag) as bag:
         topics = bags.pick_topics(bag, options.topics)
+        out = prepare_folder(options.out)
         for note in topics.notes:
             print(note, file=screen)
         if make_mapper is None:
@@ -58,6 +58,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
             for line in describe(mapper.resumed, settings.config.checkpoint):
                 print(line, file=screen)
             run = Run(bag, topics, mapper, options, settings)
+            remove_results(out, options.mesh)
             with StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
                 timing = run.train(stop, progress)
                 outcome = run.report(out, timing)

@@ -491,8 +491,9 @@ def test_the_map_is_saved_at_the_end(tmp_path):
     assert rig.close() == 1, "a map that could not be saved is a failure"
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/map.ply", "."])
+@pytest.mark.parametrize("path", ["no/such/folder/map.ply", ".", "fifo", "/dev/null"])
 def test_a_map_path_that_cannot_be_written_is_refused_at_the_start(path):
+    os.mkfifo("fifo")
     with pytest.raises(ValueError, match="output.map_path"):
         check_path("output.map_path", path)
 
