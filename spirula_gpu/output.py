@@ -60,7 +60,7 @@ class Output:
         return float(np.mean(known)) if known else float("nan")
 
     def image_scale(self, keyframes: Keyframes) -> Scale:
-        """Of the images, for things at their median depth, as measured, else as rendered; infinite when nothing is known."""
+        """Of the images, for things at their median depth, as measured, else as rendered; 1 m away when nothing is known."""
         known = []
         for frame in (k.frame for k in keyframes.spread(SCALE_FRAMES)):
             c, depth_m = frame.camera, frame.depth_m
@@ -70,7 +70,7 @@ class Output:
                 depth_m = depth_m[::COARSE_PX, ::COARSE_PX]
             if (depth_m > 0).any():
                 known.append((c.fx / np.median(depth_m[depth_m > 0]), c.fx))
-        return Scale(*np.median(known, axis=0)) if known else Scale(np.inf, np.inf)
+        return Scale(*np.median(known or [(keyframes.newest.frame.camera.fx,) * 2], axis=0))
 
     # ---- mesh -------------------------------------------------------------------------------------------------------
     def update_mesh(self, keyframes: Iterable[Keyframe]) -> None:
