@@ -58,8 +58,13 @@ def read_ply(path: str | os.PathLike) -> Splats:
 
 def check_path(name: str, path: str) -> None:
     """That a file cannot be written is said before there is something to write; '' is no file. Raises ValueError."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if path and (os.path.exists(path) and not os.path.isfile(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK)):
+    try:
+        if path and (not os.path.exists(path) or os.path.isfile(path)):
+            tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))).close()
+            return
+    except OSError:
+        pass
+    if path:
         raise ValueError(f"{name} '{path}': must be a file in a folder that exists and can be written; give another one")
 
 
