@@ -17,7 +17,7 @@ from spirula_gpu.dataset import Scene
 from spirula_gpu.mapper import Mapper
 
 OFF_M = 0.1 * np.array([0.6, 0.0, 0.8])
-SHARE = {"none": lambda s: np.zeros_like(s), "jump": lambda s: np.where(s >= 0.5, 1.0, 0.0), "ramp": lambda s: np.clip(4 * s - 1, 0, 1)}
+SHARE = {"none": lambda n: np.zeros(n), "jump": lambda n: 1.0 * (np.arange(n) >= n // 2), "ramp": lambda n: np.clip(4 * np.arange(n) / n - 1, 0, 1)}  # of OFF_M, by frame
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     frames = [replace(f, held_out=i % 8 == 4, stamp_ns=10**12 + round(i * args.skip * 1e9 / args.fps)) for i, f in enumerate(Scene.load(args.scene).frames((160, 120))[::args.skip])]
     stamps, true = np.array([f.stamp_ns for f in frames]), np.array([f.T_world_cam for f in frames])
     given = true.copy()
-    given[:, :3, 3] += SHARE[args.drift](np.arange(len(frames)) / len(frames))[:, None] * OFF_M
+    given[:, :3, 3] += SHARE[args.drift](len(frames))[:, None] * OFF_M
     values = {"engine.backend": "cpu", "engine.seed": args.seed, **{name: json.loads(value) for name, _, value in (word.partition("=") for word in args.set)}}
     mapper = Mapper(replaced(Config(), values))
     for frame, T in zip(frames, given):
