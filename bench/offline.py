@@ -9,6 +9,9 @@ of such runs, each an object {name: value} or a text as of --variant. `--list` p
 import argparse
 import datetime
 import json
+import os
+import sys
+import zipfile
 from pathlib import Path
 
 import cv2
@@ -16,7 +19,9 @@ import numpy as np
 
 from spirula_gpu.config import replaced, rows
 from spirula_gpu.dataset import MM_PER_M, Scene, read_colmap
+from spirula_gpu.native import PRECISIONS, NativeError
 from spirula_gpu.offline import OfflineConfig, OfflineRun, TrainingSet
+from spirula_gpu.ply import check_path
 
 
 def read_rgbd(folder: str, color_f: float | None, color_offset: tuple[float, ...]) -> Scene:
@@ -63,9 +68,24 @@ def _value(text: str):
 def variants(args) -> dict[str, OfflineConfig]:
     """What to run, by name: --set alone, or that with each variant on top."""
     base = replaced(OfflineConfig(), settings(",".join(args.set)))
-    listed = args.variant + (json.loads(Path(args.sweep).read_text()) if args.sweep else [])
-    parsed = [settings(v) if isinstance(v, str) else v for v in listed] or [{}]
-    return {",".join(f"{k}={v}" for k, v in values.items()) or "base": replaced(base, values) for values in parsed}
+    parsed = [settings(v) if isinstance(v, str) else v for v in args.variant + read_sweep(args.sweep)] or [{}]
+    found = {",".join(f"{k}={v}" for k, v in values.items()) or "base": replaced(base, values) for values in parsed}
+    for config in found.values():
+        if config.engine.precision not in PRECISIONS:
+            raise ValueError(f"engine.precision = '{config.engine.precision}': must be {' or '.join(PRECISIONS)}")
+    return found
+
+
+def read_sweep(path: str | None) -> list:
+    if not path:
+        return []
+    try:
+        listed = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(listed, list) or not all(isinstance(v, (str, dict)) for v in listed):
+        raise ValueError(f'{path}: must be a list of variants, like ["init.opacity=0.2", {{"grow.rate": 0.1}}]')
+    return listed
 
 
 def marks_of(text: str | None, config: OfflineConfig) -> list[int]:
@@ -119,7 +139,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("data", nargs="?", help="COLMAP project, 7-Scenes or TUM folder, or .npz of --pack")
     parser.add_argument("--size", help="train at WxH, smaller than the images")
     parser.add_argument("--color-f", type=float, help="focal length of the colour camera, where it is not the depth camera's")
-    parser.add_argument("--color-offset", default="0 0 0", help="X_color = X_depth + this, m")
+    parser.add_argument("--color-offset", default="0 0 0", type=offset, metavar="'x y z'", help="X_color = X_depth + this, m")
     parser.add_argument("--eval", help="steps to measure at, e.g. 1000,3500,7000; default: the last one")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of every run")
     parser.add_argument("--variant", action="append", default=[], metavar="A=1,B=2", help="one more run with these parameters")
@@ -135,12 +155,25 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def offset(text: str) -> tuple[float, ...]:
+    try:
+        x, y, z = map(float, text.split())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}': three numbers are needed, like '-0.025 0 0'") from None
+    return x, y, z
+
+
 def main() -> None:
     args = arguments()
     if args.list:
         return list_parameters()
+    check_path("--out", args.out or "")
+    check_path("--pack", args.pack or "")
     runs = [(name, config, marks_of(args.eval, config)) for name, config in variants(args).items()]  # bad words end it before the scene is read
-    scene = read_scene(args.data, args.color_f, tuple(map(float, args.color_offset.split())))
+    try:
+        scene = read_scene(args.data, args.color_f, args.color_offset)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{args.data}: not a scene that --pack wrote: {error}") from None
     if args.pack:
         scene.save(args.pack)
         return print(f"{args.pack}: {len(scene.names)} images, {Path(args.pack).stat().st_size / 2**20:.1f} MiB")
@@ -160,5 +193,8 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `--list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError, NativeError) as error:
         raise SystemExit(f"offline.py: {error}")

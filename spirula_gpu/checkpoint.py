@@ -10,13 +10,14 @@ import numpy as np
 
 from .camera import Camera, Frame
 from .checkpoint_file import BYTES, OTHER_PROGRAM, Reader, Section, write_file
-from .config import Config, rows
+from .config import Config, EngineConfig, rows
+from .correct import Track
 from .keyframes import Gated
-from .native import GAUSSIANS, Engine, NativeError
+from .native import GAUSSIANS, Engine, NativeError, forecast
 from .report import FrameCounts
 
 CHUNK_BYTES = 1 << 26  # of a row of the map that are in host memory at once
-FLOATS, DOUBLES = np.dtype("<f4"), np.dtype("<f8")
+FLOATS, DOUBLES, STAMPS = np.dtype("<f4"), np.dtype("<f8"), np.dtype("<i8")
 KEYFRAME, HELD_OUT, WAITING = range(3)  # what a frame is to the map; waiting: in the inbox
 FRAME = np.dtype([("kind", "u1"), ("held_out", "u1"), ("has_depth", "u1"), ("has_mask", "u1"), ("frame_id", "<u4"), ("id", "<i8"), ("loss", "<f8"), ("stamp_ns", "<i8"),
                   ("size", "<i4", (2,)), ("intrinsics", "<f8", (4,)), ("T_world_cam", "<f8", (4, 4)), ("T_given", "<f8", (4, 4))])
@@ -28,6 +29,12 @@ class Stored(NamedTuple):
     id: int = -1             # of a keyframe
     loss: float = math.inf   # of a keyframe: Keyframe.loss
     T_given: np.ndarray | None = None   # of a keyframe: Keyframe.T_given
+
+
+class Past(NamedTuple):
+    """What a corrected path needs to know of frames that are not kept."""
+    track: Track
+    owners: np.ndarray   # [ids] int64 ns: the stamp of each keyframe there has been, by its id, which is the owner of its Gaussians
 
 
 class Resumed(NamedTuple):
@@ -42,7 +49,7 @@ class Resumed(NamedTuple):
     changed: dict[str, tuple[Any, Any]]     # parameters: (then, now); the run's own are used
 
 
-def write_map(path: str | os.PathLike, engine: Engine, frames: list[Stored], gated: Gated, config: Config, facts: dict) -> int:
+def write_map(path: str | os.PathLike, engine: Engine, frames: list[Stored], gated: Gated, past: Past, config: Config, facts: dict) -> int:
     """The checkpoint of a mapper; `facts`: its counters and random states. Returns the bytes of the file."""
     saved, ids = engine.saved_rows(), sorted({s.frame.frame_id for s in frames})
     facts = {**facts, "gaussians": len(engine), "rows": {name: row.item_bytes for name, row in saved.items()}, "frame_ids": ids,
@@ -51,7 +58,9 @@ def write_map(path: str | os.PathLike, engine: Engine, frames: list[Stored], gat
     depths = [s.frame.depth_m for s in frames if s.frame.depth_m is not None]
     masks = [s.frame.mask for s in frames if s.frame.mask is not None]
     sections = [Section(name, BYTES, _row_shape(row), _row_pieces(engine, name, row.used_bytes)) for name, row in saved.items()]
-    sections += [_whole("frames", table), _whole("gate.poses", np.ascontiguousarray(gated.poses, DOUBLES)), _whole("gate.sharpness", np.array(gated.sharpness, DOUBLES)),
+    sections += [_whole("frames", table), _whole("gate.poses", np.ascontiguousarray(gated.poses, DOUBLES)), _whole("gate.stamps", gated.stamps.astype(STAMPS)),
+                 _whole("gate.sharpness", np.array(gated.sharpness, DOUBLES)), _whole("track.stamps", past.track.stamps.astype(STAMPS)),
+                 _whole("track.poses", past.track.poses.astype(DOUBLES)), _whole("owners", past.owners.astype(STAMPS)),
                  Section("frames.rgb", BYTES, (sum(s.frame.rgb.size for s in frames),), (np.ascontiguousarray(s.frame.rgb) for s in frames)),
                  Section("frames.depth_m", FLOATS, (sum(d.size for d in depths),), (np.ascontiguousarray(d) for d in depths)),
                  Section("frames.mask", BYTES, (sum(m.size for m in masks),), (np.ascontiguousarray(m) for m in masks))]
@@ -90,6 +99,21 @@ def changed(reader: Reader, config: Config) -> dict[str, tuple[Any, Any]]:
     return differ
 
 
+def check_budget(reader: Reader, e: EngineConfig, backend: str) -> None:
+    """That a step on the largest keyframe takes no more than engine.vram_budget_mb beside the map: else the map would be pruned away to make room for it."""
+    table, (pairs, isects) = reader.array("frames", FRAME, (-1,)), (int(n) for n in reader.facts["trainer"]["seen"])
+    sizes = table["size"][table["kind"] == KEYFRAME]
+    if not e.vram_budget_mb or not len(sizes):
+        return
+    width, height = map(int, sizes[sizes.prod(axis=1).argmax()])
+    need = forecast(backend, gaussians=int(reader.facts["gaussians"]), width=width, height=height, pairs=pairs, isects=isects, sh_degree=e.sh_degree, precision=e.precision,
+                    max_gaussians=e.max_gaussians, budget_bytes=e.vram_budget_mb << 20, threads=e.threads, arena_alias=e.arena_alias).total
+    if need > e.vram_budget_mb << 20:
+        least = -(-need // 2**20)
+        reader.refuse(f"its {reader.facts['gaussians']} Gaussians and a step on {width}x{height} images take {least} MiB > engine.vram_budget_mb {e.vram_budget_mb}",
+                      f"raise that to {least} or more, or start without checkpoint.resume")
+
+
 def read_rows(reader: Reader, engine: Engine) -> None:
     """The Gaussians into an empty engine."""
     n, theirs, saved = reader.facts["gaussians"], reader.facts["rows"], engine.saved_rows()
@@ -125,7 +149,15 @@ def read_frames(reader: Reader) -> Iterator[Stored]:
 
 
 def read_gate(reader: Reader) -> Gated:
-    return Gated(reader.array("gate.poses", DOUBLES, (-1, 4, 4)), reader.array("gate.sharpness", DOUBLES, (-1,)).tolist(), reader.facts["last_stamp_ns"])
+    poses = reader.array("gate.poses", DOUBLES, (-1, 4, 4))
+    return Gated(poses, reader.array("gate.stamps", STAMPS, (len(poses),)), reader.array("gate.sharpness", DOUBLES, (-1,)).tolist(), reader.facts["last_stamp_ns"])
+
+
+def read_past(reader: Reader) -> Past:
+    stamps = reader.array("track.stamps", STAMPS, (-1,))
+    if (np.diff(stamps) <= 0).any():
+        reader.refuse("the stamps of the track do not increase")
+    return Past(Track(stamps, reader.array("track.poses", DOUBLES, (len(stamps), 4, 4))), reader.array("owners", STAMPS, (-1,)))
 
 
 def read_counts(reader: Reader) -> FrameCounts:

@@ -5,6 +5,7 @@ The ROS parameters, `config/default.yaml` and the documentation derive from thes
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass, field
 from typing import Any, Iterator
 
@@ -132,7 +133,8 @@ def replaced(config: Any, values: dict[str, Any]) -> Any:
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:
-            near = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+            near = [k for k in known if k.split(".")[-1] == name.split(".")[-1]] or difflib.get_close_matches(name, known, 1)
+            near = near or [k for leaf in difflib.get_close_matches(name.split(".")[-1], [k.split(".")[-1] for k in known], 1) for k in known if k.endswith(f".{leaf}")]
             raise ValueError(f"unknown parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
         group, leaf = name.split(".")
         groups.setdefault(group, {})[leaf] = checked(name, value, *known[name])

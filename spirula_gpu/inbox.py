@@ -4,6 +4,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from typing import Callable
 
 from .camera import Frame
 from .report import FrameLedger
@@ -38,6 +39,11 @@ class Inbox:
         """What waits, oldest first."""
         with self._lock:
             return [frame for _, frame in self._frames]
+
+    def replace(self, change: Callable[[Frame], Frame]) -> None:
+        """Each frame that waits by change(frame)."""
+        with self._lock:
+            self._frames = deque((arrival, change(frame)) for arrival, frame in self._frames)
 
     def drop_all(self, reason: str) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ import numpy as np
 
 from .camera import Frame
 from .config import GateConfig, TrainConfig
+from .correct import Motions
 from .native import View, view
 
 
@@ -19,6 +20,7 @@ GATE_POSES = 2000  # keyframes that a new frame is compared with
 class Gated(NamedTuple):
     """What the gate remembers."""
     poses: np.ndarray          # [G,4,4] float64 T_world_cam of the newest keyframes, at most GATE_POSES
+    stamps: np.ndarray         # [G] int64 ns, of the same
     sharpness: list[float]     # of the newest frames
     last_stamp_ns: int | None  # of the newest keyframe
 
@@ -30,17 +32,21 @@ class Gate:
         self.clear()
 
     def clear(self) -> None:
-        self._poses = np.empty((0, 4, 4))
+        self._poses, self._stamps = np.empty((0, 4, 4)), np.empty(0, np.int64)
         self._last_stamp_ns = None
         self._sharpness = deque(maxlen=20)
 
     def state(self) -> Gated:
-        return Gated(self._poses, list(self._sharpness), self._last_stamp_ns)
+        return Gated(self._poses, self._stamps, list(self._sharpness), self._last_stamp_ns)
 
     def resume(self, state: Gated) -> None:
         self.clear()
-        self._poses, self._last_stamp_ns = state.poses, state.last_stamp_ns
+        self._poses, self._stamps, self._last_stamp_ns = state.poses, state.stamps, state.last_stamp_ns
         self._sharpness.extend(state.sharpness)
+
+    def correct(self, motions: Motions) -> None:
+        D, moved = motions.of(self._stamps)
+        self._poses = np.where(moved[:, None, None], D @ self._poses, self._poses)
 
     def refuses(self, frame: Frame, config: GateConfig) -> str | None:
         """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`)."""
@@ -51,6 +57,7 @@ class Gate:
         if sharpness < config.min_sharpness * float(np.median(self._sharpness)):
             return "blurred"
         self._poses = np.concatenate([self._poses[1 - GATE_POSES:], frame.T_world_cam[None]])
+        self._stamps = np.append(self._stamps[1 - GATE_POSES:], frame.stamp_ns)
         self._last_stamp_ns = frame.stamp_ns
         return None
 
@@ -80,6 +87,11 @@ class Keyframe:
     def place(self, T_world_cam: np.ndarray) -> None:
         """Its camera is there: [4,4] float64."""
         self.frame, self._view = replace(self.frame, T_world_cam=T_world_cam), None
+
+    def correct(self, D: np.ndarray) -> None:
+        """A corrected path moves the pose as given by D [4,4], and the one that is used with it; the keyframe is trained as often as a new one."""
+        self.place(D @ self.frame.T_world_cam)
+        self.T_given, self.loss = D @ self.T_given, np.inf
 
     def view(self, sh_degree: int) -> View:
         if self._view is None or self._view.sh_degree != sh_degree:

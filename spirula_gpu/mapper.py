@@ -14,14 +14,16 @@ import numpy as np
 
 from . import checkpoint
 from .camera import Camera, Frame
-from .checkpoint import HELD_OUT, KEYFRAME, WAITING, Resumed, Stored
+from .checkpoint import HELD_OUT, KEYFRAME, WAITING, Past, Resumed, Stored
 from .checkpoint_file import CheckpointError, Reader
 from .config import Config
+from .correct import Corrected, PathError, Track, motions
 from .formats import read_start_map
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
 from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, MeshError, Output
+from .ply import check_path
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
 from .splats import FormatError
 from .trainer import Trainer, refused
@@ -52,12 +54,16 @@ class Mapper:
     SAVING_SHARE = 0.05   # of the time, at most, goes into periodic checkpoints
 
     def __init__(self, config: Config = Config()):
+        try:
+            check_path("checkpoint.path", config.checkpoint.path)
+        except ValueError as e:
+            raise CheckpointError(str(e)) from None
         self.config = config
         self.ledger = FrameLedger()
         self.latest = Latest()
         self.wants = Wants()
         self._inbox = Inbox(self.ledger)
-        self._gate, self._submitting = Gate(), threading.Lock()  # a frame is through the gate and in the inbox, or neither
+        self._gate, self._track, self._submitting = Gate(), Track(), threading.Lock()  # a frame is through the gate and in the inbox, or neither
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._status, self._vram = Latest(), Latest()
         self._thread: threading.Thread | None = None
@@ -83,6 +89,7 @@ class Mapper:
         if status.state in ("error", "paused"):
             return self.ledger.dropped(status.state)
         with self._submitting:
+            self._track.add(frame.stamp_ns, frame.T_world_cam)
             reason = None if frame.held_out else self._gate.refuses(frame, self.config.gate)
             if reason:
                 return self.ledger.dropped(reason)
@@ -92,9 +99,9 @@ class Mapper:
 
     def command(self, name: str, *args) -> Future:
         """Queue a command for T1 (inline mode: run it now): save_map(path), save_poses(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
-        view(T_world_cam|None, camera|None), configure(Config), evaluate(), refine(seconds)."""
+        view(T_world_cam|None, camera|None), configure(Config), evaluate(), refine(seconds), correct(stamps, poses)."""
         future: Future = Future()
-        if name not in ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine"):
+        if name not in ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine", "correct"):
             settle(future, ValueError(f"unknown command '{name}'"))
         elif self._thread is None:
             self._run_command(name, args, future)
@@ -157,9 +164,10 @@ class Mapper:
         self._keyframes = Keyframes(e.seed)
         self._held_out: list[Frame] = []
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
-        self._due = self._next_id = self._evaluated = 0
+        self._due = self._next_id = self._evaluated = self._corrections = 0
+        self._owners: list[int] = []   # stamp of each keyframe there has been, by its id
         self._refining: list[tuple[float, Future]] = []
-        self._problem, self._unsaved, self._budget_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", True, None, 0.0
+        self._problem, self._unsaved, self._budget_hint, self._path_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
         self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
@@ -190,6 +198,7 @@ class Mapper:
         """Inline mode: until the inbox and the due steps are empty. Idle training is left out."""
         while len(self._inbox) or self._due > 0:
             self.tick()
+        self._tell()   # the caller counts steps
 
     def train(self, seconds: float | None = None, steps: int | None = None, progress=None) -> int:
         """Inline mode: refine for so long or so many steps; returns the steps made."""
@@ -252,6 +261,7 @@ class Mapper:
         if not self._keyframes:
             self._budget_hint = self._hint_of_budget(frame.camera)
         self._next_id += 1
+        self._owners.append(frame.stamp_ns)
         self._trainer.insert(keyframe)
         self._keyframes.add(keyframe, self.config.train)
 
@@ -344,8 +354,8 @@ class Mapper:
         self._status.set(Status(
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
-            heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error,
-            hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved, self._budget_hint) if text)))
+            heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error, corrections=self._corrections,
+            hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved, self._budget_hint, self._path_hint) if text)))
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""
@@ -395,6 +405,8 @@ class Mapper:
 
     def _take_over(self, reader: Reader) -> Resumed:
         facts, changed, waiting = reader.facts, checkpoint.changed(reader, self.config), []
+        if "engine.vram_budget_mb" in changed:
+            checkpoint.check_budget(reader, self.config.engine, self.backend)
         checkpoint.read_rows(reader, self._engine)
         for kind, frame, id, loss, T_given in checkpoint.read_frames(reader):
             if kind == KEYFRAME:
@@ -405,12 +417,16 @@ class Mapper:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
         self._trainer.resume(facts["trainer"], self._keyframes)
         self._keyframes.random = facts["keyframes"]
-        self._due, self._next_id, self._evaluated = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated"))
-        gated, counts = checkpoint.read_gate(reader), checkpoint.read_counts(reader)
+        self._due, self._next_id, self._evaluated, self._corrections = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated", "corrections"))
+        gated, past, counts = checkpoint.read_gate(reader), checkpoint.read_past(reader), checkpoint.read_counts(reader)
+        self._owners = past.owners.tolist()
         lost, frame_name = counts.pending - len(waiting), str(facts["world_frame"])
         if lost < 0 or not self._keyframes:
             reader.refuse(f"{counts} frames, {len(waiting)} of them waiting, {len(self._keyframes)} keyframes: that does not add up")
+        if len(self._owners) != self._next_id:
+            reader.refuse(f"{len(self._owners)} owners for {self._next_id} keyframes")
         self._gate.resume(gated)   # from here on nothing is refused
+        self._track = past.track
         self.world_frame = frame_name
         self.ledger.resume(counts)
         self.ledger.dropped("lost_at_restart", lost)
@@ -422,12 +438,12 @@ class Mapper:
         if not len(self._engine):
             raise ValueError(f"the map is empty; {path} was not touched")
         with self._submitting:
-            gated, waiting, seen = self._gate.state(), self._inbox.frames(), self.ledger.counts()
+            gated, waiting, seen, track = self._gate.state(), self._inbox.frames(), self.ledger.counts(), Track(self._track.stamps, self._track.poses)
         frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given) for k in self._keyframes]
         frames += [Stored(HELD_OUT, frame) for frame in self._held_out] + [Stored(WAITING, frame) for frame in waiting]
         facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.random, frames_seen=seen._asdict(),
-                     counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated))
-        return checkpoint.write_map(path, self._engine, frames, gated, self.config, facts)
+                     counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated, corrections=self._corrections))
+        return checkpoint.write_map(path, self._engine, frames, gated, Past(track, np.array(self._owners, np.int64)), self.config, facts)
 
     def _save_if_due(self) -> None:
         """That it cannot be written is no reason to stop mapping; `hint` says why."""
@@ -460,6 +476,7 @@ class Mapper:
         old.close()
         with self._submitting:
             self._gate.clear()
+            self._track = Track()
             self._inbox.drop_all("reset")
         self.latest.set(None)
         if paused:
@@ -474,6 +491,37 @@ class Mapper:
 
     def _do_configure(self, config: Config) -> None:
         self.config = self._trainer.config = config
+
+    def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
+        """A corrected path of the camera, stamps [n] int64 ns and poses [n,4,4] T_world_cam: every frame that it moves visibly moves, each Gaussian with the
+        keyframe that made it; what moved is trained anew. Raises PathError when the path cannot be meant, and changes nothing."""
+        if not self._keyframes:   # the path of what was before
+            return Corrected(0, 0, 0)
+        scale = self._output.image_scale(self._keyframes)
+        try:
+            with self._submitting:
+                found = motions(self._track, stamps, poses, scale)
+                self._track.correct(found)
+                self._gate.correct(found)
+                self._inbox.replace(found.place)
+        except PathError as e:
+            self._path_hint = f"the corrected path was not used: {e}"
+            self._tell_status()
+            raise
+        self._path_hint = ""
+        if not found.moved.any():
+            self._tell_status()
+            return Corrected(0, 0, 0)
+        gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))
+        D, moved = found.of([k.frame.stamp_ns for k in self._keyframes])
+        for keyframe, D_k, moves in zip(self._keyframes, D, moved):
+            if moves:
+                keyframe.correct(D_k)
+        self._held_out = [found.place(frame) for frame in self._held_out]
+        self._output.restart_mesh()
+        self._corrections += 1
+        self._tell()
+        return Corrected(int(found.moved.sum()), int(moved.sum()), gaussians)
 
     def _do_evaluate(self) -> list[HeldOut]:
         return self.evaluate()

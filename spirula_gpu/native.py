@@ -300,11 +300,12 @@ class Engine:
         g, _alive = self._gaussians(means, quats, log_scales, logit_opacities, sh, 0)
         self._check(self._lib.spl_map_append(self._ctx, c.byref(g), owner))
 
-    def read(self, row: str) -> np.ndarray:
+    def read(self, row: str, first: int = 0, count: int | None = None) -> np.ndarray:
         """A copy of a map row, e.g. `map.mean` [n,3], `map.sh` [n,K,3], `adam.v.sh` [n,sh_degree+1], `adam.steps` [n] int32; names as in layout.h.
-        float32 in either precision."""
-        out = np.empty(*self._row_shape(row))
-        self._check(self._lib.spl_map_read(self._ctx, row.encode(), 0, len(out), out.ctypes.data))
+        float32 in either precision. From Gaussian `first` on, at most `count`."""
+        (n, *tail), dtype = self._row_shape(row)
+        out = np.empty((n - first if count is None else min(count, n - first), *tail), dtype)
+        self._check(self._lib.spl_map_read(self._ctx, row.encode(), first, len(out), out.ctypes.data))
         return out
 
     def write(self, row: str, values, first: int = 0) -> None:
@@ -502,6 +503,20 @@ def forecast(backend: str = "auto", *, gaussians: int, width: int, height: int, 
     if status:
         raise NativeError(STATUS.get(status, str(status)), lib.spl_error(None).decode())
     return _vram_report(rows[:n.value], budget_bytes, Memory())
+
+
+def least_budget(backend: str = "auto", **workload) -> int:
+    """The smallest whole number of MiB into which one Gaussian fits. Keywords as in forecast()."""
+    def fits(mib: int) -> bool:
+        return forecast(backend, gaussians=1, budget_bytes=mib << 20, **workload).total <= mib << 20
+    high = 1
+    while not fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def largest_map(budget_bytes: int, backend: str = "auto", *, most: int = 200_000_000, **workload) -> int:

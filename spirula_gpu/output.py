@@ -8,8 +8,9 @@ import numpy as np
 
 from .camera import Camera, Frame
 from .config import Config
+from .correct import Scale
 from .formats import format_of, write_map
-from .keyframes import Keyframe
+from .keyframes import Keyframe, Keyframes
 from .mesh import MeshError
 from .metrics import psnr, ssim
 from .native import PARAMETERS, Engine, view
@@ -17,6 +18,7 @@ from .report import MeshChunk
 from .splats import Splats
 
 MESH_FRAMES = 300   # keyframes that a mesh file is made of, at most
+SCALE_FRAMES, COARSE_PX = 8, 4  # keyframes, and every so many-th pixel of them, that say how far away things are
 FUSE_PER_UPDATE = 8  # keyframes fused per live update of the mesh
 
 
@@ -60,6 +62,19 @@ class Output:
         known = [psnr(k.frame.rgb, self.render(k.frame.camera, k.frame.T_cam_world)[0], k.frame.mask) for k in keyframes]
         return float(np.mean(known)) if known else float("nan")
 
+    def image_scale(self, keyframes: Keyframes) -> Scale:
+        """Of the images, for things at their median depth, as measured, else as rendered; 1 m away when nothing is known."""
+        known = []
+        for frame in (k.frame for k in keyframes.spread(SCALE_FRAMES)):
+            c, depth_m = frame.camera, frame.depth_m
+            if depth_m is None:
+                _, depth_m, _ = self.render(c.resized(-(-c.width // COARSE_PX), -(-c.height // COARSE_PX)), frame.T_cam_world)
+            else:
+                depth_m = depth_m[::COARSE_PX, ::COARSE_PX]
+            if (depth_m > 0).any():
+                known.append((c.fx / np.median(depth_m[depth_m > 0]), c.fx))
+        return Scale(*np.median(known or [(keyframes.newest.frame.camera.fx,) * 2], axis=0))
+
     # ---- mesh -------------------------------------------------------------------------------------------------------
     def update_mesh(self, keyframes: Iterable[Keyframe]) -> None:
         """Fuse the rendered depth of some keyframes that were not fused yet."""
@@ -68,6 +83,12 @@ class Output:
             self._fuse(self._mesher, k)
             self._fused.add(k.id)
         self._chunks.update((chunk.key, chunk) for chunk in self._mesher.changed_chunks())
+
+    def restart_mesh(self) -> None:
+        """The map has moved: the live mesh is fused again; until then its chunks are gone."""
+        self._fused.clear()
+        if self._mesher:
+            self._mesher.clear()
 
     def mesh(self) -> tuple[MeshChunk, ...]:
         """Every chunk of the live mesh; one that did not change is the same object as before, one that is gone is empty."""

@@ -110,6 +110,18 @@ def read_table(file, path, element: Element) -> np.ndarray:
     return np.frombuffer(file.read(need), element.dtype)
 
 
+def check_path(name: str, path: str) -> None:
+    """That a file cannot be written is said before there is something to write; '' is no file. Raises ValueError."""
+    try:
+        if path and (not os.path.exists(path) or os.path.isfile(path)):
+            tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))).close()
+            return
+    except OSError:
+        pass
+    if path:
+        raise ValueError(f"{name} '{path}': must be a file in a folder that exists and can be written; give another one")
+
+
 def write_atomically(path: str | os.PathLike, *parts: bytes) -> None:
     """`parts`, one after the other, as the file `path`: all or nothing. The file gets the permissions of a plain open()."""
     write_pieces(path, parts)

@@ -97,6 +97,7 @@ class Status:
     frames: FrameCounts = FrameCounts(0, 0, {})
     inbox_frames: int = 0
     latency_ms: float = float("nan")      # newest frame: arrival in the inbox -> part of the map
+    corrections: int = 0        # corrected paths that moved something
     hint: str = ""              # what limits the map now, and the remedy
     last_error: str = ""        # why the mapper has stopped
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from .config import Config
+from .correct import Motions, move_gaussians
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 from .points import fill
@@ -30,6 +31,7 @@ class Trainer:
         self._first_degree = 0  # SH degree of the first steps: that of a map that was begun with
         self._sort_at = 0   # .. which it is again from this step on
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
+        self._seen = (0, 0)  # pairs and intersections of the newest step that is known; what memory a step takes follows from them
         self._resumed_loss: float | None = None  # of `_running`, when that step was made before a checkpoint
         self._rng = np.random.default_rng(config.engine.seed + 1)
 
@@ -48,6 +50,8 @@ class Trainer:
             self._make_room(e)
             return
         self._lost = 0
+        if stats.n_pairs >= 0:
+            self._seen = stats.n_pairs, stats.n_isects
         if self._running:
             loss = stats.loss if self._resumed_loss is None else self._resumed_loss
             self._running.trained(loss)
@@ -67,17 +71,19 @@ class Trainer:
 
     def state(self) -> dict:
         """What a checkpoint keeps beside the map, for JSON. Waits for the step that runs; its loss still counts with the next one."""
-        running = None
+        running, last = None, self.engine.last_step()
+        if last.n_pairs >= 0:
+            self._seen = last.n_pairs, last.n_isects
         if self._running:
-            running = dict(id=self._running.id, loss=repr(self.engine.last_step().loss if self._resumed_loss is None else self._resumed_loss))
+            running = dict(id=self._running.id, loss=repr(last.loss if self._resumed_loss is None else self._resumed_loss))
         return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state,
-                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, first_degree=self._first_degree)
+                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, seen=self._seen, first_degree=self._first_degree)
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
         self._unsorted, self._sort_at, self._lost, self._gave = (int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave"))
-        self._first_degree = int(state.get("first_degree", 0))  # files from before there were start maps do not say
+        self._first_degree, self._seen = int(state["first_degree"]), tuple(map(int, state["seen"]))
         if (running := state["running"]) is not None:  # it may have left the keyframes: then only the mean loss hears of it
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
@@ -130,6 +136,12 @@ class Trainer:
         return InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=detail_gain, min_depth_m=i.min_depth_m,
                             max_depth_m=i.max_depth_m, hole_spacing_px=hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
                             seed=self.config.engine.seed * 1_000_003 + owner)
+
+    def correct(self, motions: Motions, owner_stamps: np.ndarray) -> int:
+        """The Gaussians of a corrected path move, each with its owner, whose stamp is owner_stamps [owner]. Returns how many."""
+        n = move_gaussians(self.engine, *motions.of(owner_stamps))
+        self._unsorted += n
+        return n
 
     def prune(self) -> None:
         """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""

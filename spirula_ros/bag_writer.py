@@ -77,6 +77,11 @@ class BagWriter:
         """PoseStamped: T [4,4] maps points of the moving frame to frame_id."""
         self._write(topic, "geometry_msgs/msg/PoseStamped", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), self._pose(T))
 
+    def nav_path(self, topic: str, stamp_ns: int, frame_id: str, stamps: np.ndarray, T: np.ndarray, recv_ns: int | None = None) -> None:
+        """Path: stamps [n] int64 ns and T [n,4,4], which map points of the moving frame to frame_id."""
+        poses = [TYPES.types["geometry_msgs/msg/PoseStamped"](self._header(int(s), frame_id), self._pose(T_i)) for s, T_i in zip(stamps, T)]
+        self._write(topic, "nav_msgs/msg/Path", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), poses)
+
     def odom(self, topic: str, stamp_ns: int, frame_id: str, child_frame_id: str, T: np.ndarray, recv_ns: int | None = None) -> None:
         """Odometry: T [4,4] maps points of child_frame_id to frame_id; twist and covariances are zero (unknown)."""
         t, zero = TYPES.types, TYPES.types["geometry_msgs/msg/Vector3"](0.0, 0.0, 0.0)

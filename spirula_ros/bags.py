@@ -30,6 +30,7 @@ KINDS = {  # kind -> message types it can have
     "odom": ("nav_msgs/msg/Odometry",),
     "tf": ("tf2_msgs/msg/TFMessage",),
     "tf_static": ("tf2_msgs/msg/TFMessage",),
+    "path": ("nav_msgs/msg/Path",),
 }
 
 
@@ -53,6 +54,7 @@ class Topics:
     odom: str = ""
     tf: str = ""
     tf_static: str = ""
+    path: str = ""
     notes: tuple[str, ...] = ()
 
     def chosen(self) -> dict[str, str]:
@@ -240,7 +242,10 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     pose, odom = (choose(kind, lambda t: _shared_prefix(t, colour)) for kind in ("pose", "odom"))
     tf = choose("tf", lambda t: -1000 if "static" in t else 0)
     tf_static = choose("tf_static", lambda t: 0 if "static" in t else -1000)
-    topics = Topics(image, compressed, depth, points, given.get("mask", ""), info, pose, odom, tf, tf_static, tuple(notes))
+    path = given.get("path", "")   # many a path is a plan
+    if not path and (paths := [t for t, i in bag.topics.items() if i.count and i.type in KINDS["path"]]):
+        notes.append(f"path: none; if one of {', '.join(paths[:3])} has corrected poses, name it")
+    topics = Topics(image, compressed, depth, points, given.get("mask", ""), info, pose, odom, tf, tf_static, path, tuple(notes))
     lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry or TF)", pose or odom or tf)]
     if (missing := [what for what, topic in lacking if not topic]):
         why = f" ({bag.problem})" if bag.problem else ""

@@ -34,7 +34,7 @@ FORECAST_EXAMPLES = """examples:
   spirula forecast --gaussians 10e6 --size 1920x1080 --sh 3 --precision compact --vram-mb 8192
   spirula forecast --gaussians 300e3 --size 640x480 --backend cpu --render
 """
-TOPIC_KINDS = ("image", "compressed", "depth", "points", "mask", "info", "pose", "odom", "tf", "tf_static")
+TOPIC_KINDS = ("image", "compressed", "depth", "points", "mask", "info", "pose", "odom", "tf", "tf_static", "path")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -224,21 +224,23 @@ def run_params(args) -> None:
 def add_forecast(commands) -> None:
     p = _parser(commands.add_parser, "forecast", help="the memory that a map will need", epilog=FORECAST_EXAMPLES,
                 description="What the engine will hold for a map and images of this size. Nothing is allocated; no GPU is needed.")
-    p.add_argument("--gaussians", metavar="N", type=count, default=1_000_000, help="in the map; 10e6 is ten million (default: 1e6)")
+    p.add_argument("--gaussians", metavar="N", type=count(0), default=1_000_000, help="in the map; 10M or 10e6 is ten million (default: 1M)")
     p.add_argument("--size", metavar="WxH", type=size, required=True, help="of the images")
     p.add_argument("--sh", metavar="D", type=int, choices=range(4), default=2, help="spherical-harmonics degree, 0 to 3 (default: 2)")
     p.add_argument("--precision", choices=("full", "compact"), default="full", help="(default: full)")
     p.add_argument("--cameras", metavar="C", type=whole(1), default=1, help="images per step (default: 1)")
     p.add_argument("--render", action="store_true", help="only render, do not train")
-    p.add_argument("--pairs", metavar="N", type=count, default=0, help="Gaussians that the fullest view shows (default: half of the map)")
-    p.add_argument("--isects", metavar="N", type=count, default=0, help="splat-tile intersections of that view (default: estimated)")
-    p.add_argument("--vram-mb", metavar="MiB", type=whole(1), help="also say how many Gaussians fit into so much")
+    p.add_argument("--pairs", metavar="N", type=count(1), default=0, help="Gaussians that the fullest view shows (default: half of the map)")
+    p.add_argument("--isects", metavar="N", type=count(1), default=0, help="splat-tile intersections of that view (default: estimated)")
+    p.add_argument("--vram-mb", metavar="MiB", type=mebibytes, help="also say how many Gaussians fit into so much; 8GiB and 8GB are understood too")
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where its library is installed (default: auto)")
     p.set_defaults(run=run_forecast)
 
 
 def run_forecast(args) -> None:
-    from spirula_gpu.native import forecast, installed, largest_map
+    from spirula_gpu.native import forecast, installed, largest_map, least_budget
+    if args.pairs > args.gaussians * args.cameras:
+        raise InputError(f"--pairs {args.pairs:,} > {args.gaussians * args.cameras:,}, the Gaussians of the map times the images of a step; give those of one step")
     (width, height), backend = args.size, installed(args.backend)
     image = dict(width=width, height=height, n_cameras=args.cameras, train=not args.render, sh_degree=args.sh, precision=args.precision)
     report = forecast(backend, gaussians=args.gaussians, pairs=args.pairs, isects=args.isects, **image)
@@ -252,8 +254,10 @@ def run_forecast(args) -> None:
     print(f"{'total':<14}{report.total / 2**20:>10.1f}")
     how = "given" if args.pairs and args.isects else "assumed; --pairs and --isects say better"
     print(f"{pairs:,} visible pairs, {isects:,} intersections ({how}); what calls learn on the way gets 25 % headroom")
-    if args.vram_mb:
-        print(f"{args.vram_mb} MiB: about {largest_map(args.vram_mb << 20, backend, **image):,} Gaussians fit (without headroom; a growing map ends a little below)")
+    if args.vram_mb and (n := largest_map(args.vram_mb << 20, backend, **image)):
+        print(f"{args.vram_mb} MiB: about {n:,} Gaussians fit (without headroom; a growing map ends a little below)")
+    elif args.vram_mb:
+        print(f"{args.vram_mb} MiB: no map fits; these images need {least_budget(backend, **image):,} MiB or more")
 
 
 # ---- argument types --------------------------------------------------------------------------------------------------
@@ -278,11 +282,29 @@ def whole(low: int):
     return whole_number
 
 
-def count(text: str) -> int:
-    value = float(text)
-    if not (0 <= value < 2**32 and value == int(value)):
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number below {2**32}")
+def count(low: int):
+    def whole_count(text: str) -> int:
+        value = scaled(text, {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "": 1})
+        if not (low <= value < 2**32 and value == int(value)):
+            raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from {low} to {2**32 - 1}, like 500e3 or 10M")
+        return int(value)
+    return whole_count
+
+
+def mebibytes(text: str) -> int:
+    value = scaled(text, {"": 1, "mib": 1, "gib": 1024, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20})
+    if not 1 <= value < 2**40:
+        raise argparse.ArgumentTypeError(f"'{text}' must be 1 MiB or more, like 8192, 8GiB or 8GB")
     return int(value)
+
+
+def scaled(text: str, units: dict[str, float]) -> float:
+    """A number with one of the units behind it, or NaN."""
+    number = text.strip().rstrip("".join(units).upper() + "".join(units))
+    try:
+        return float(number) * units[text.strip()[len(number):].lower()]
+    except (KeyError, ValueError):
+        return float("nan")
 
 
 def size(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from spirula_gpu.points import project
 
-from .convert import BadMessage, Rectifier, depth_to_m, info_key, mask_from_msg, pose_from_msg, rectifier_from_info
+from .convert import BadMessage, Rectifier, depth_to_m, info_key, mask_from_msg, path_from_msg, pose_from_msg, rectifier_from_info
 from .pointcloud import points_from_msg
 from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, inverse, matrix_from_pose
 
@@ -194,15 +194,29 @@ class Poses:
         """T_world_cam [4,4] float64."""
         if self._config.pose_source == "tf":
             return self._found(self._tf.lookup(self.map_frame, image.frame_id, image.stamp_ns), image)
-        T_world_body = self._found(self._topic.lookup(image.stamp_ns), image)
-        if self._child in ("", image.frame_id) or self._extrinsics_given:
-            return T_world_body @ self._T_body_camera
-        T_body_camera = self._tf.lookup(self._child, image.frame_id, image.stamp_ns)
+        return self._found(self._topic.lookup(image.stamp_ns), image) @ self._in_body(image.frame_id, image.stamp_ns)
+
+    def path(self, msg: Any, camera_frame: str, stamp_ns: int) -> tuple[np.ndarray, np.ndarray]:
+        """(stamps [n] int64 ns, T_world_cam [n,4,4]) of a nav_msgs/Path, of the body whose pose is given; with TF, of the body that the camera is fixed to.
+        The camera sits on it as it does at stamp_ns. Raises BadMessage."""
+        (stamps, T), frame = path_from_msg(msg), msg.header.frame_id.lstrip("/")
+        if frame and frame != self.map_frame:
+            raise BadMessage("bad_path", f"the path is in frame '{frame}', the map in '{self.map_frame}'; take poses in the frame of the path (intake.pose_source tf "
+                                         f"with intake.map_frame '{frame}'), or a path in that of the poses")
+        if self._config.pose_source == "tf" and not self._extrinsics_given:
+            return stamps, T @ self._tf.in_body(camera_frame)
+        return stamps, T @ self._in_body(camera_frame, stamp_ns)
+
+    def _in_body(self, camera_frame: str, stamp_ns: int) -> np.ndarray:
+        """T_body_camera [4,4]: what the parameter says, else TF between the frames that the messages name."""
+        if self._child in ("", camera_frame) or self._extrinsics_given:
+            return self._T_body_camera
+        T_body_camera = self._tf.lookup(self._child, camera_frame, stamp_ns)
         if isinstance(T_body_camera, NoPose):
             raise (NotYet if T_body_camera.may_come else BadMessage)(
-                "no_extrinsics", f"poses are those of '{self._child}', images of '{image.frame_id}', and {T_body_camera.text}; set "
+                "no_extrinsics", f"poses are those of '{self._child}', images of '{camera_frame}', and {T_body_camera.text}; set "
                                  "intake.T_body_camera (or intake.camera_frame, if both are the same), or publish the transform on /tf_static")
-        return T_world_body @ T_body_camera
+        return T_body_camera
 
     def to_camera(self, frame: str, stamp_ns: int, image: WaitingImage, T_world_cam: np.ndarray) -> np.ndarray:
         """T [4,4] float64: maps points that were measured in `frame` at stamp_ns to the camera where it was when it took the image: the camera's motion

@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 
 from spirula_gpu.camera import Camera
+from spirula_gpu.correct import matrices_of
 
 from .poses import matrix_from_pose, quat_from_matrix
 
@@ -247,6 +248,25 @@ def pose_from_msg(msg: Any) -> np.ndarray:
         raise BadMessage("bad_pose", f"quaternion (x, y, z, w) = {values[3:]} has norm {norm:.4g}, must be 1 to 0.01; its source must "
                                      "normalise it (all zeros: never set)")
     return matrix_from_pose(values[:3], [v / norm for v in values[3:]])
+
+
+def path_from_msg(msg: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(stamps [n] int64 ns, T [n,4,4] float64) of a nav_msgs/Path, in the frame of its header. Raises BadMessage('bad_path') when a pose is not
+    finite, a quaternion is not unit to 1e-2, or a pose says another frame."""
+    poses = [p.pose for p in msg.poses]
+    t = np.array([(p.position.x, p.position.y, p.position.z) for p in poses], np.float64).reshape(-1, 3)
+    q = np.array([(p.orientation.x, p.orientation.y, p.orientation.z, p.orientation.w) for p in poses], np.float64).reshape(-1, 4)
+    norm = np.linalg.norm(q, axis=1)
+    bad = ~(np.isfinite(t).all(1) & (np.abs(norm - 1) <= 1e-2))
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise BadMessage("bad_path", f"{bad.sum()} of {len(bad)} poses of the path are not finite or have no unit quaternion, e.g. pose {i}: {(*t[i].tolist(), *q[i].tolist())}")
+    frames = {p.header.frame_id.lstrip("/") for p in msg.poses} - {"", msg.header.frame_id.lstrip("/")}
+    if frames and msg.header.frame_id:
+        raise BadMessage("bad_path", f"the path is in frame '{msg.header.frame_id}', poses of it in '{min(frames)}'; its publisher must use one")
+    T = np.tile(np.eye(4), (len(t), 1, 1))
+    T[:, :3, :3], T[:, :3, 3] = matrices_of(q[:, [3, 0, 1, 2]]), t
+    return np.array([stamp_ns(p.header) for p in msg.poses], np.int64), T
 
 
 # ------------------------------------------------------------------------------------------------ numpy -> messages

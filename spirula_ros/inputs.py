@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from geometry_msgs.msg import PoseStamped, PoseWithCovarianceStamped, TransformStamped
-from nav_msgs.msg import Odometry
+from nav_msgs.msg import Odometry, Path
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CameraInfo, CompressedImage, Image, PointCloud2
 
@@ -52,6 +52,8 @@ def inputs_of(ros: RosConfig) -> list[Input]:
         out.append(Input(topics.mask, "mask", image_type(topics.mask), "topics.mask", sensors))
     if source != "tf":
         out.append(Input(topics.pose, source, Odometry if source == "odom" else POSE_TYPES[topics.pose_type], "topics.pose", poses))
+    if topics.path:
+        out.append(Input(topics.path, "path", Path, "topics.path", profile("reliable", 1)))  # every path is whole: the newest counts
     if source == "tf" and TFMessage is None:
         raise ValueError("intake.pose_source = tf needs the package tf2_msgs, which is not installed (ros-$ROS_DISTRO-tf2-msgs)")
     if (source in ("tf", "odom") or points) and TFMessage is not None:  # with odom: base -> camera; with points: camera -> lidar

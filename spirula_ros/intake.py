@@ -71,22 +71,24 @@ class _Input:
         self.count, self.bad, self.last_stamp_ns, self.arrivals = 0, Counter(), 0, deque(maxlen=30)
 
 
-_INPUT_OF = {"image": "image", "compressed": "image", "depth": "depth", "points": "points", "mask": "mask", "info": "info", "pose": "pose", "odom": "pose", "tf": "tf", "tf_static": "tf"}
+_INPUT_OF = {"image": "image", "compressed": "image", "depth": "depth", "points": "points", "mask": "mask", "info": "info", "pose": "pose", "odom": "pose", "tf": "tf", "tf_static": "tf", "path": "path"}
 
 
 class Intake:
     """Messages in (`on_*`), Frames out (`emit`). Every image counts once in the ledger: arrived here, and then dropped here
     under one reason or emitted (whoever takes the Frame counts it on). `last_problem` says the newest problem in words.
 
+    correct: called with (stamps [n] int64 ns, T_world_cam [n,4,4]) of each corrected path, once the images up to its end have been emitted.
     clock: what an arrival without a time is given; None: time is the stamp of the newest image (lossless replay)."""
 
     def __init__(self, config: IntakeConfig, ledger: FrameLedger, emit: Callable[[Frame], None], holdout_every: int = 0,
-                 clock: Callable[[], float] | None = time.monotonic):
+                 clock: Callable[[], float] | None = time.monotonic, correct: Callable[[np.ndarray, np.ndarray], None] | None = None):
         self.config, self.ledger, self._emit, self._holdout_every, self._clock = config, ledger, emit, holdout_every, clock
         with_points, masked = config.depth_source == "points", config.mask != "off"
-        self._inputs = {kind: _Input() for kind in ("image", "points" if with_points else "depth", "info", "pose", *(["mask"] if masked else []), "tf")}
+        self._inputs = {kind: _Input() for kind in ("image", "points" if with_points else "depth", "info", "pose", *(["mask"] if masked else []), "tf", *(["path"] if correct else []))}
         self._lens, self._poses, self._masks = Lens(config), Poses(config), Masks(config)
         self._depths = Clouds(config, self._poses) if with_points else Depths(config)
+        self._correct, self._path, self._camera_frame = correct, None, ""
         self._waiting: deque[WaitingImage] = deque()
         self._last_image_ns = self._n_complete = 0
         self._now_s, self._first_s = 0.0, None
@@ -105,8 +107,8 @@ class Intake:
     # ------------------------------------------------------------------------------------------------------ inputs
 
     def on(self, kind: str, msg: Any, arrival_s: float | None = None) -> None:
-        """By kind: image, compressed, depth, points, mask, info, pose, odom, tf, tf_static. What the configuration does not use (a pose or odom that is
-        not the pose_source, depth or points that are not the depth_source, a mask) is ignored."""
+        """By kind: image, compressed, depth, points, mask, info, pose, odom, tf, tf_static, path. What the configuration does not use (a pose or odom that
+        is not the pose_source, depth or points that are not the depth_source, a mask, a path) is ignored."""
         if _INPUT_OF[kind] not in self._inputs or (kind in ("pose", "odom") and kind != self.config.pose_source):
             return
         if kind.startswith("tf"):
@@ -128,7 +130,8 @@ class Intake:
             self._waiting.popleft()
             self._drop(BadMessage("queue_full", f"{self.config.queue_frames} images wait ({self.waiting_for}); the oldest was dropped; limit: "
                                                 "intake.queue_frames"))
-        self._waiting.append(WaitingImage(stamp, self.config.camera_frame or msg.header.frame_id.lstrip("/"), rgb, self._now_s))
+        self._camera_frame = self.config.camera_frame or msg.header.frame_id.lstrip("/")
+        self._waiting.append(WaitingImage(stamp, self._camera_frame, rgb, self._now_s))
         self._advance()
 
     on_compressed = on_image
@@ -171,6 +174,16 @@ class Intake:
             self._take("tf", self._poses.transform, self._arrived("tf", stamp_ns(transform.header), arrival_s), transform, static)
         self._advance()
 
+    def on_path(self, msg: Any, arrival_s: float | None = None) -> None:
+        """nav_msgs/Path: all poses there have been, corrected."""
+        self._arrived("path", stamp_ns(msg.header), arrival_s)
+        if self._last_image_ns and msg.poses:   # before the first image there is nothing to correct
+            self._take("path", self._take_path, msg)
+        self._advance()
+
+    def _take_path(self, msg: Any) -> None:
+        self._path = self._poses.path(msg, self._camera_frame, self._last_image_ns)
+
     def refused(self, kind: str, error: BadMessage) -> None:
         """A message of this kind arrived but could not even be decoded."""
         if _INPUT_OF[kind] not in self._inputs:
@@ -199,6 +212,7 @@ class Intake:
         self._depths.forget_future(at_ns)
         self._masks.forget_future(at_ns)
         self._poses.forget_future(at_ns)
+        self._path = None
         self._last_image_ns, self.last_problem = 0, str(error)
 
     def states(self, now_s: float | None = None) -> list[InputState]:
@@ -274,6 +288,10 @@ class Intake:
     # -------------------------------------------------------------------------------------------------- completing
 
     def _advance(self, last: bool = False) -> None:
+        self._emit_waiting(last)
+        self._pass_path()
+
+    def _emit_waiting(self, last: bool) -> None:
         """Emits or drops waiting images, oldest first, as far as it can be decided."""
         while self._waiting:
             image = self._waiting[0]
@@ -290,6 +308,12 @@ class Intake:
                 self._waiting.popleft()
                 self._emit(frame)
         self.waiting_for = ""
+
+    def _pass_path(self) -> None:
+        """The newest path, unless an image of its time still waits for its companions: that would be left behind."""
+        if self._path is not None and not (self._waiting and self._waiting[0].stamp_ns <= self._path[0].max()):
+            path, self._path = self._path, None
+            self._correct(*path)
 
     def _complete(self, image: WaitingImage, late: bool) -> Frame:
         """Raises NotYet, BadMessage."""

@@ -6,7 +6,6 @@ Threads: everything here runs on the executor's thread (T0). The mapper's own th
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import signal
 import sys
 import threading
@@ -31,6 +30,7 @@ from std_srvs.srv import SetBool, Trigger
 from spirula_gpu.camera import Frame
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.native import NativeError
+from spirula_gpu.ply import check_path
 
 from .finish import finish, save_files
 from .inputs import Input, check_distinct, inputs_of
@@ -53,13 +53,6 @@ USAGE = """train_node: images and poses in, a map of Gaussians out, until Ctrl-C
 `spirula params` prints a file with every parameter. `ros2 launch spirula_ros train.launch.py --show-args` lists the arguments of the launch file."""
 
 
-def check_path(name: str, path: str) -> None:
-    """That a file cannot be written is said before there is something to write. Raises ValueError."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if path and (os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)):
-        raise ValueError(f"{name} '{path}': must be a file in a folder that exists and can be written; give another one")
-
-
 class TrainNode(Node):
     """Raises ValueError on bad parameters and NativeError when the engine cannot start; both say what to do."""
 
@@ -68,12 +61,11 @@ class TrainNode(Node):
         declare_all(self)
         self.ros, self.config = config_from(self)
         check_path("output.map_path", self.ros.output.map_path)
-        check_path("checkpoint.path", self.config.checkpoint.path)
         self.mapper = make_mapper(self.config)
         self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
         for line in describe(self.mapper.resumed, self.config.checkpoint):
             self.get_logger().info(line)
-        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s)
+        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera = "", None
@@ -127,6 +119,16 @@ class TrainNode(Node):
         except Exception:
             self.mapper.ledger.dropped("internal_error")
             raise
+
+    def _correct(self, stamps, poses) -> None:
+        """A corrected path from the intake."""
+        self.mapper.command("correct", stamps, poses).add_done_callback(self._corrected)
+
+    def _corrected(self, done) -> None:
+        if done.exception() is not None:
+            self.get_logger().warning(f"{self.ros.topics.path}: {done.exception()}", throttle_duration_sec=10.0)
+        elif done.result().frames:
+            self.get_logger().info("corrected path: {} frames, {} keyframes, {} Gaussians moved".format(*done.result()))
 
     def _safely(self, where: str, call):
         """`call`, whose exceptions are logged, counted and shown in the status instead of ending the node."""

@@ -23,6 +23,7 @@ class TopicsConfig:
     points: str = param("points", "", "PointCloud2 of a lidar, which gives the depth with intake.depth_source points")
     mask: str = param("mask", "", "mono8 Image (or png, when the name ends in /compressed), as large as the image: what is 0 is not of the scene (a person, the robot itself); see intake.mask")
     pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf")
+    path: str = param("", "", "nav_msgs/Path of corrected poses (loop closure) of the same body as topics.pose: the map moves with it; empty = none")
     pose_type: str = param("PoseStamped", "", "message of topics.pose with pose_source pose: PoseStamped | PoseWithCovarianceStamped | TransformStamped")
 
 

@@ -23,7 +23,7 @@ from .dds import fastdds_profile
 from .errors import InputError
 from .node_process import NodeError, NodeProcess
 from .replay import Progress, StopRequest, intake_config_for, overrides_for
-from .report import prepare_folder
+from .report import prepare_folder, remove_results
 
 IMAGE_KINDS = ("image", "compressed")
 DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
@@ -36,15 +36,17 @@ def replay_via_ros(args) -> None:
     if importlib.util.find_spec("rclpy") is None:
         raise InputError("--via-ros needs ROS 2 for this Python (rclpy): source its setup file, or install the extra: pip install 'spirula_ros[ros]'")
     os.environ.update(fastdds_profile(os.environ))
-    settings, out = settings_from(args), prepare_folder(args.out).absolute()
+    settings = settings_from(args)
     with bags.open_bag(args.bag) as bag, StopRequest(args.max_seconds) as stop:
         topics = bags.pick_topics(bag, overrides_for(settings, topics_from(args)))
+        out = prepare_folder(args.out).absolute()
         for note in topics.notes:
             print(note, file=sys.stderr)
         parameters, remap = node_parameters(args, settings, bag, topics, out)
         with NodeProcess(out, parameters, remap) as node, Link(node, bag, topics, parameters) as link:
             try:
                 link.wait_until_connected()
+                remove_results(out, settings.ros.output.map_file, args.mesh)
                 with Progress(link, bag.count(topics), sys.stderr) as progress:
                     problem = play(bag, topics, link, None if args.lossless else args.rate, stop, progress)
                     stopped_early = stop.reason
@@ -87,6 +89,7 @@ def node_parameters(args, settings, bag: bags.Bag, topics: bags.Topics, out: Pat
         values["topics.mask"] = named(topics.mask, "/compressed")
     if pose:
         values["topics.pose"] = pose
+    values["topics.path"] = topics.path
     if topics.pose:
         values["topics.pose_type"] = bag.topics[topics.pose].type.rpartition("/")[2]
     if args.lossless:

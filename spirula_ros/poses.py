@@ -184,6 +184,13 @@ class TfBuffer:
             return min(missing, key=lambda m: m.may_come)
         return inverse(halves[0]) @ halves[1]
 
+    def in_body(self, frame: str) -> np.ndarray:
+        """T_body_frame [4,4]: the body is the farthest ancestor that static transforms connect the frame to."""
+        T, frame = np.eye(4), frame.lstrip("/")
+        while isinstance(edge := self._edge.get(frame), np.ndarray):
+            T, frame = edge @ T, self._parent[frame]
+        return T
+
     def frames(self) -> list[str]:
         return sorted(set(self._parent) | set(self._parent.values()))
 

@@ -17,13 +17,14 @@ from typing import Any, Callable, TextIO
 from tqdm import tqdm
 
 from spirula_gpu.config import Config, rows
+from spirula_gpu.correct import PathError
 
 from . import bags
 from .convert import BadMessage
 from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
-from .report import prepare_folder, write_report
+from .report import prepare_folder, remove_results, write_report
 from .resume import describe, intake_for
 from .settings import Settings
 
@@ -45,9 +46,9 @@ class ReplayOptions:
 def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Config], Any] | None = None, screen: TextIO = sys.stderr) -> str:
     """Runs it, writes the report and returns its sentence. Raises InputError, NativeError (the engine cannot start), and
     RuntimeError if the mapper fails on the way."""
-    out = prepare_folder(options.out)
     with bags.open_bag(options.bag) as bag:
         topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
+        out = prepare_folder(options.out)
         for note in topics.notes:
             print(note, file=screen)
         if make_mapper is None:
@@ -57,6 +58,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
             for line in describe(mapper.resumed, settings.config.checkpoint):
                 print(line, file=screen)
             run = Run(bag, topics, mapper, options, settings)
+            remove_results(out, settings.ros.output.map_file, options.mesh)
             with StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
                 timing = run.train(stop, progress)
                 outcome = run.report(out, timing)
@@ -78,7 +80,7 @@ class Run:
         self.bag, self.topics, self.mapper, self.options, self.settings = bag, topics, mapper, options, settings
         self.driver = Lossless(mapper) if options.rate is None else Live(mapper)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
-                             clock=None if options.rate is None else time.monotonic)
+                             clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
         self.problem = self.stopped_early = ""
 
     def train(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
@@ -112,6 +114,14 @@ class Run:
                 self.intake.refused(message.kind, error)
             self.mapper.world_frame = self.intake.map_frame
             progress.show(1)
+
+    def _correct(self, stamps, poses) -> None:
+        """A corrected path; when it is not used the mapper's hint says why."""
+        self.mapper.command("correct", stamps, poses).add_done_callback(self._corrected)
+
+    def _corrected(self, done) -> None:
+        if not isinstance(done.exception(), (PathError, type(None))):
+            self.problem = f"a corrected path failed: {type(done.exception()).__name__}: {done.exception()}"
 
     def _refine(self, stop: StopRequest, progress: Progress) -> None:
         """Training after the stream, until the first of the given limits."""

@@ -39,6 +39,13 @@ def prepare_folder(out: str | Path) -> Path:
     return out
 
 
+def remove_results(out: Path, map_file: str, mesh: bool = True) -> None:
+    """What an earlier run left there, of the files that this one would write: beside its report they would be taken for its own."""
+    for name in ("report.json", "compare.png", "poses.txt", map_file, *(["mesh.ply"] if mesh else [])):
+        (out / name).unlink(missing_ok=True)
+    write_renders(out / "renders", [])
+
+
 def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: float | None = None, timing: dict | None = None,
                  extra: dict | None = None, mesh: bool = True, map_file: str = "map.ply") -> str:
     """Measures the held-out frames and writes everything. Returns one sentence about the outcome. Raises InputError if `out` cannot
@@ -71,6 +78,7 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "keyframes": status.keyframes,
         "gaussians": status.gaussians,
         "steps": status.steps,
+        "corrections": status.corrections,
         "hint": status.hint,
         "seconds": seconds,
         "heldout_psnr": _mean([h.psnr for h in held_out]),

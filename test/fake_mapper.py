@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from spirula_gpu.correct import Corrected
 from spirula_gpu.report import FrameLedger, Latest, MeshChunk, Snapshot, Status, VramReport, VramRow
 
 
@@ -57,7 +58,7 @@ class FakeMapper:
                     file.write("ply\n")
             if name == "configure":
                 self.config = args[0]
-            future.set_result({"evaluate": [], "save_map": WRITTEN}.get(name))
+            future.set_result({"evaluate": [], "save_map": WRITTEN, "correct": Corrected(3, 2, 500)}.get(name))
         except OSError as e:
             future.set_exception(e)
 

@@ -9,7 +9,7 @@ from spirula_gpu import checkpoint
 from spirula_gpu.config import Config, replaced, rows
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.native import Engine, NativeError
-from test_mapper import SMALL, frame, submit
+from test_mapper import SMALL, frame, submit, wait_for
 
 PRECISIONS = ("full", "compact") if any(name == "engine.precision" for name, _, _ in rows()) else ("full",)
 TIGHT = {"engine.max_gaussians": 150, "prune.min_opacity": 0.15, "train.max_keyframes": 4}  # Gaussians are relocated and keyframes go
@@ -192,6 +192,7 @@ def test_a_running_mapper_saves_while_frames_come(tmp_path):
         for i in range(20):
             submit(mapper, frame(i))
             if i > 10:
+                wait_for(lambda: mapper.status().gaussians)
                 done = mapper.command("save_checkpoint", "live.ckpt")
         done.result(timeout=20)
     finally:

@@ -90,7 +90,7 @@ def test_other_files_are_refused():
 
 
 def test_what_this_run_cannot_hold_is_refused_with_the_remedy(good):
-    assert "version 9 of the format, and this program reads version 2; resume it with the program that wrote it" in refused(forged(good, table_of(good), 9))
+    assert "version 9 of the format, and this program reads version 3; resume it with the program that wrote it" in refused(forged(good, table_of(good), 9))
     for degree in (1, 3):
         assert f"engine.sh_degree 2, and this run has {degree}; set engine.sh_degree to 2" in refused(good, config(engine__sh_degree=degree))
     n = table_of(good)["gaussians"]

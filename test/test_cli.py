@@ -60,6 +60,10 @@ def test_a_closed_pipe_is_no_error():
     (["bag", "synthetic", "x", "--size", "160"], "write it as 160x120"), (["bag", "synthetic", "x", "--size", "0x5"], "1..32767"),
     (["bag", "synthetic", "x", "--frames", "1"], "'1' must be 2 or more"),
     (["bag", "from-rgbd", "x", "y", "--intrinsics", "1 2 3"], "4 numbers are needed"),
+    (["forecast", "--size", "64x48", "--pairs", "0"], "'0' must be a whole number from 1 to"),
+    (["forecast", "--size", "64x48", "--gaussians", "10Q"], "'10Q' must be a whole number from 0 to"),
+    (["forecast", "--size", "64x48", "--vram-mb", "8PB"], "'8PB' must be 1 MiB or more, like 8192, 8GiB or 8GB"),
+    (["forecast", "--size", "64x48", "--vram-mb", "nan"], "must be 1 MiB or more"),
     (["bag", "from-rgbd", "x", "y", "--color-f", "5", "--color-intrinsics", "1 2 3 4"], "not allowed with"),
 ])
 def test_bad_usage(capsys, argv, message):

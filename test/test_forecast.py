@@ -2,6 +2,7 @@
 others that take the memory."""
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from scenes import cameras, gaussians
 from spirula_gpu import native
 from spirula_gpu.camera import Frame
+from spirula_gpu.checkpoint_file import CheckpointError
 from spirula_gpu.config import replaced, rows
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.native import Engine, Hyper, NativeError, forecast, largest_map
@@ -329,3 +331,47 @@ def test_the_command(capsys):
     assert "assumed" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main("forecast --size 64x48 --gaussians 1.5".split())
+
+
+def test_the_command_takes_units_and_says_the_least_budget(capsys):
+    def said(words: str) -> str:
+        assert cli.main(f"forecast --backend cpu {words}".split()) == 0
+        return capsys.readouterr().out
+
+    assert "10,000,000 Gaussians" in said("--gaussians 10M --size 64x48") and "500,000 Gaussians" in said("--gaussians 500k --size 64x48")
+    for text, mib in (("1e4", 10_000), ("8GiB", 8192), ("8GB", 7629), ("512MiB", 512), ("100mb", 95)):
+        assert f"\n{mib} MiB: about " in said(f"--size 64x48 --vram-mb {text}"), text
+    out = said("--size 1920x1080 --vram-mb 5 --sh 3")
+    least = int(re.search(r"5 MiB: no map fits; these images need ([0-9,]+) MiB or more", out)[1].replace(",", ""))
+    image = dict(width=1920, height=1080, sh_degree=3)
+    assert largest_map(least * MiB, "cpu", **image) > 0 == largest_map((least - 1) * MiB, "cpu", **image)
+    assert f"{least} MiB: about" in said(f"--size 1920x1080 --vram-mb {least} --sh 3")
+    assert cli.main("forecast --backend cpu --size 64x48 --gaussians 1M --pairs 3M --cameras 2".split()) == 2
+    assert "--pairs 3,000,000 > 2,000,000" in capsys.readouterr().err
+
+
+def test_a_refusal_rounds_up_what_is_needed():
+    with Engine("cpu", sh_degree=0, threads=1, budget_bytes=5 * MiB) as engine, pytest.raises(NativeError, match=r"hold \d+ MiB > budget 5 MiB") as refusal:
+        for n in range(1000):
+            engine.append(np.zeros((500, 3)), np.tile([1, 0, 0, 0], (500, 1)), np.zeros((500, 3)), np.zeros(500), np.zeros((500, 1, 3)))
+    assert int(re.search(r"hold (\d+) MiB", str(refusal.value))[1]) > 5
+
+
+def test_resuming_under_a_budget_that_no_step_fits_is_refused_with_the_one_that_does(tmp_path):
+    """It would prune the map to nothing to make room for its own scratch."""
+    camera, rng, path = CAMERA.resized(160, 120), np.random.default_rng(0), str(tmp_path / "map.ckpt")
+    settings = replaced(SMALL, {"insert.hole_spacing_px": 1.0, "engine.sh_degree": 0})
+    mapper = Mapper(settings)
+    for i in range(3):
+        submit(mapper, replace(frame(i * 10), camera=camera, rgb=rng.integers(0, 256, (120, 160, 3), np.uint8), depth_m=np.full((120, 160), 2, np.float32)))
+        mapper.run_due()
+    mapper.command("save_checkpoint", path).result()
+    with pytest.raises(CheckpointError, match=r"\d+ Gaussians and a step on 160x120 images take \d+ MiB > engine.vram_budget_mb 6; raise that to \d+ or more") as refusal:
+        Mapper(replaced(settings, {"engine.vram_budget_mb": 6})).resume(path)
+    least = int(re.search(r"raise that to (\d+)", str(refusal.value))[1])
+    resumed = Mapper(replaced(settings, {"engine.vram_budget_mb": least}))
+    n = resumed.resume(path).gaussians
+    resumed.train(steps=5)
+    assert resumed.status().gaussians == n == mapper.status().gaussians > 10_000 and resumed.vram().total <= least << 20
+    resumed.command("save_checkpoint", path).result()   # under the same budget it is resumed whatever it says
+    assert Mapper(resumed.config).resume(path).gaussians == n

@@ -1,4 +1,5 @@
 """The mapper on small real maps: the gate, the inbox, limits, commands, errors, the same result twice."""
+import os
 import threading
 import time
 from dataclasses import replace
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from spirula_gpu.camera import Camera, Frame
+from spirula_gpu.checkpoint_file import CheckpointError
 from spirula_gpu.config import Config, GateConfig, replaced, rows
 from spirula_gpu.keyframes import Gate
 from spirula_gpu.mapper import Mapper, Wants
@@ -69,6 +71,14 @@ def test_a_held_out_frame_leaves_no_trace_in_the_map():
             m.run_due()
     assert np.array_equal(mapper._engine.read("map.sh"), other._engine.read("map.sh"))
     assert len(mapper.evaluate()) == 1 and mapper.evaluate()[0].psnr != other.evaluate()[0].psnr
+
+
+@pytest.mark.parametrize("path", ["fifo", "folder", "no/such/folder/map.ckpt", "/proc/map.ckpt"])
+def test_a_checkpoint_that_cannot_be_written_is_refused_at_the_start(path):
+    os.mkfifo("fifo")
+    os.mkdir("folder")
+    with pytest.raises(CheckpointError, match=f"checkpoint.path '{path}': must be a file in a folder that exists and can be written"):
+        Mapper(replaced(SMALL, {"checkpoint.path": path}))
 
 
 def test_gate():

@@ -17,7 +17,7 @@ import pytest
 rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
 conftest.importorskip("spirula_ros.msg", "build the messages: make develop")
 from geometry_msgs.msg import PoseStamped, TransformStamped
-from nav_msgs.msg import Odometry
+from nav_msgs.msg import Odometry, Path as PathMsg
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from rclpy.parameter_client import AsyncParameterClient
@@ -188,6 +188,21 @@ def test_points_by_tf_and_what_the_node_says_when_they_are_missing(rig):
     lidar.publish(messages.cloud_of(100_000_000, [[0, 0, 1.5]], "lidar", "rclpy"))
     frame = rig.until(lambda: rig.mapper.frames)[0]
     assert frame.depth_m[24, 32] == pytest.approx(2) and frame.mask is None
+@pytest.mark.parametrize("rig", [{"topics.path": "slam_path"}], indirect=True)
+def test_a_corrected_path_reaches_the_mapper_as_camera_poses(rig):
+    latched = rig.robot.create_publisher(PathMsg, "slam_path", LATCHED)
+    rig.connected().until(latched.get_subscription_count)
+    rig.send_frame()
+    rig.until(lambda: rig.mapper.frames)
+    poses = [PoseStamped(header=header(stamp, "map")) for stamp in (100_000_000, 200_000_000)]
+    for pose in poses:
+        pose.pose.orientation.w, pose.pose.position.y = 1.0, 0.5
+    latched.publish(PathMsg(header=header(200_000_000, "map"), poses=poses))
+    name, stamps, T = rig.until(lambda: next((c for c in rig.mapper.commands if c[0] == "correct"), None))
+    assert stamps.tolist() == [100_000_000, 200_000_000] and T.shape == (2, 4, 4) and (T[:, 1, 3] == 0.5).all()
+    latched.publish(PathMsg(header=header(200_000_000, "elsewhere"), poses=[PoseStamped(pose=pose.pose) for pose in poses]))
+    rig.until(lambda: "path is in frame 'elsewhere', the map in 'map'" in rig.node.intake.last_problem)
+    assert rig.node.internal_errors == 0 and sum(c[0] == "correct" for c in rig.mapper.commands) == 1
 
 
 @pytest.mark.parametrize("rig", [{"intake.pose_source": "tf", "intake.depth": "use_if_there", "qos.sensors": "reliable", "topics.image_transport": "compressed"}], indirect=True)
@@ -524,8 +539,9 @@ def test_the_map_is_saved_at_the_end(tmp_path):
     assert rig.close() == 1, "a map that could not be saved is a failure"
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/map.ply", "."])
+@pytest.mark.parametrize("path", ["no/such/folder/map.ply", ".", "fifo", "/dev/null"])
 def test_a_map_path_that_cannot_be_written_is_refused_at_the_start(path):
+    os.mkfifo("fifo")
     with pytest.raises(ValueError, match="output.map_path"):
         check_path("output.map_path", path)
 

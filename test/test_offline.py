@@ -325,9 +325,36 @@ def test_the_bench_runs_variants_and_writes_what_it_found(packed, tmp_path):
     (["--set", "schedule.noise=-1"], "schedule.noise = -1.0 : must lie in"),
     (["--set", "schedule.lr_mean"], "must be name=value"),
     (["--eval", "8000"], "must lie in 0..7000 .schedule.max_steps"),
+    (["--set", "engine.precision=Compact"], "engine.precision = 'Compact': must be full or compact"),
+    (["--set", "engine.precison=compact"], "unknown parameter 'engine.precison'; did you mean 'engine.precision'"),
+    (["--sweep", "nope.json"], "No such file or directory: 'nope.json'"),
+    (["--sweep", "bad.json"], "bad.json: not JSON"),
+    (["--sweep", "number.json"], "number.json: must be a list of variants"),
+    (["--color-offset", "1 2"], "'1 2': three numbers are needed"),
+    (["--color-offset", "a b c"], "'a b c': three numbers are needed"),
+    (["--out", "no/such/out.json"], "--out 'no/such/out.json': must be a file in a folder that exists"),
+    (["--out", "."], "--out '.': must be a file"),
 ])
 def test_the_bench_refuses(packed, words, message):
-    assert re.search(message, bench(packed, *words, ok=False))
+    Path("bad.json").write_text("[")
+    Path("number.json").write_text("[1]")
+    said = bench(packed, *words, ok=False)
+    assert re.search(message, said) and "Traceback" not in said
+
+
+def test_the_bench_refuses_what_is_no_scene():
+    Path("text.npz").write_text("no archive")
+    np.savez("other.npz", x=np.zeros(3))
+    Path("cut.npz").write_bytes(Path("other.npz").read_bytes()[:60])
+    for name, message in (("nope.npz", "No such file or directory: 'nope.npz'"), ("text.npz", "."), ("other.npz", "other.npz: not a scene that --pack wrote"), ("cut.npz", "cut.npz: not a scene")):
+        said = bench(name, ok=False)
+        assert re.search(message, said) and said.startswith("offline.py: ") and said.count("\n") == 1, said
+
+
+def test_the_list_may_be_cut_off():
+    script = CHECKOUT / "bench" / "offline.py"
+    result = subprocess.run(f"set -o pipefail; {sys.executable} {script} --list | head -1", shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr == "" and result.stdout.startswith("engine.backend")
 
 
 def test_the_bench_packs_an_rgbd_folder(frames, tmp_path):

@@ -51,6 +51,8 @@ def test_the_file_takes_values():
     ({"train.max_keyframes": 2.5}, "whole number"),
     ({"output.mesh": 1}, "must be bool"),
     ({"lr_mean": 1.0}, "unknown parameter 'lr_mean'; did you mean 'train.lr_mean'"),
+    ({"engine.precison": "compact"}, "unknown parameter 'engine.precison'; did you mean 'engine.precision'"),
+    ({"precison": "compact"}, "unknown parameter 'precison'; did you mean 'engine.precision'"),
     ({"intake.T_body_camera": (0.0,) * 7}, "unit quaternion"),
     ({"topics.pose_type": "Pose"}, "PoseStamped, PoseWithCovarianceStamped"),
 ])

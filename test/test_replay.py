@@ -259,6 +259,34 @@ def test_no_usable_frame_says_why(tmp_path):
     assert frames["in"] == 3 == sum(frames["dropped"].values()) and not (tmp_path / "out" / "map.ply").exists()
 
 
+def test_results_of_an_earlier_run_do_not_stay_beside_the_new_report(room, tmp_path):
+    out = tmp_path / "out"
+    (out / "renders").mkdir(parents=True)
+    stale, kept = ["report.json", "compare.png", "map.ply", "mesh.ply", "renders/123.png"], ["notes.txt", "renders/mine.png", "map.ckpt"]
+    for name in stale + kept:
+        (out / name).write_text("of an earlier run")
+
+    class Fails(DoubleMapper):
+        def submit(self, frame):
+            raise RuntimeError("it fails")
+    with pytest.raises(RuntimeError, match="it fails"):
+        run(room, out, make=Fails)
+    assert not [name for name in stale if (out / name).exists()] and all((out / name).read_text() == "of an earlier run" for name in kept)
+    (out / "mesh.ply").write_text("asked not to be written")
+    run(room, out, mesh=False)
+    assert (out / "mesh.ply").exists() and (out / "report.json").exists()
+
+
+def test_a_recording_that_is_not_there_leaves_no_folder_and_no_result_goes(room, tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        run(tmp_path / "nope", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "map.ply").write_text("good")
+    with pytest.raises(InputError, match="--depth-topic /nope"):
+        run(room, tmp_path, topics={"depth": "/nope"})
+    assert (tmp_path / "map.ply").read_text() == "good" and not (tmp_path / "renders").exists()
+
+
 def test_without_depth_and_with_odometry(tmp_path):
     """Inputs follow what the recording has."""
     with bags.BagWriter(tmp_path / "bag", "sqlite3") as bag:

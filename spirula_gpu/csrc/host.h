@@ -27,12 +27,13 @@ inline void fail(int status, const char* format, ...) {
   va_end(args);
   throw Failure{status, text};
 }
+inline long long mib_needed(int64_t bytes) { return (bytes + (1 << 20) - 1) >> 20; }  // up, where a limit is rounded down: "6 > 5", never "5 > 5"
 void memory_of_device(int64_t& free_bytes, int64_t& total_bytes);  // of the backend; 0 where that cannot be known
 [[noreturn]] inline void refuse_memory(int64_t bytes, const char* what) {  // so much could not be had; 0: it is not known how much
   int64_t free = 0, total = 0;
   memory_of_device(free, total);
   char amount[48] = "what it needs";
-  if (bytes) snprintf(amount, sizeof amount, "%lld MiB more", (long long)((bytes + (1 << 20) - 1) >> 20));
+  if (bytes) snprintf(amount, sizeof amount, "%lld MiB more", mib_needed(bytes));
   fail(SPL_E_MEMORY, "out of memory (%s): %s is not to be had, %lld MiB are free of %lld; end what else runs there, or lower engine.max_gaussians, "
        "engine.vram_budget_mb or the image size", what, amount, (long long)(free >> 20), (long long)(total >> 20));
 }
@@ -190,8 +191,8 @@ inline void fit_arena(Context& c, const Counts& need, int last) {
     Layout next = next_layout(c, need, last);
     if (held_with(c, next) > c.budget())
       fail(SPL_E_CAPACITY, "this view needs %lld MiB of scratch beside %lld MiB of map (%lld visible pairs, %lld intersections) > budget %lld MiB; "
-           "raise engine.vram_budget_mb or render smaller images; `spirula forecast` says what fits", (long long)(next.plan.total >> 20),
-           (long long)((held_bytes(c) - c.arena.committed) >> 20), (long long)need[SPL_PAIRS], (long long)need[SPL_ISECTS], (long long)(c.budget() >> 20));
+           "raise engine.vram_budget_mb or render smaller images; `spirula forecast` says what fits", mib_needed(next.plan.total),
+           mib_needed(held_bytes(c) - c.arena.committed), (long long)need[SPL_PAIRS], (long long)need[SPL_ISECTS], (long long)(c.budget() >> 20));
     try {
       resize_arena(c, next.plan.total);
     } catch (const Failure& f) {
@@ -213,7 +214,7 @@ inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_
   for (int r = 0; r < SPL_N_OWN_ROWS; ++r) after += std::max(Region::rounded(c.map_bytes(r, want)), c.map[r].committed);
   if (after > c.budget())
     fail(SPL_E_CAPACITY, "%lld Gaussians would make the engine hold %lld MiB > budget %lld MiB; raise engine.vram_budget_mb, prune, or relocate; `spirula forecast` says what fits",
-         (long long)n, (long long)(after >> 20), (long long)(c.budget() >> 20));
+         (long long)n, mib_needed(after), (long long)(c.budget() >> 20));
   try {
     for (int r = 0; r < SPL_N_OWN_ROWS; ++r) commit(c, c.map[r], std::max(c.map_bytes(r, want), c.map[r].committed));
   } catch (const Failure&) {  // all rows or none

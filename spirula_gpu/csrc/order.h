@@ -75,7 +75,7 @@ struct OrderScratch {  // the arena of at least so many bytes, or a refusal befo
     const int64_t others = held_bytes(c) - before;
     if (others + Region::rounded(bytes) > c.budget())
       fail(SPL_E_CAPACITY, "sorting %lld Gaussians needs %lld MiB of scratch beside %lld MiB of map > budget %lld MiB; raise engine.vram_budget_mb, or set train.sort_growth 0",
-           (long long)c.n, (long long)(bytes >> 20), (long long)(others >> 20), (long long)(c.budget() >> 20));
+           (long long)c.n, mib_needed(bytes), mib_needed(others), (long long)(c.budget() >> 20));
     resize_arena(c, bytes);
   }
   void give_back() { if (c.arena.committed > before) c.arena.commit(before); }  // all work in it has ended; keeps, so that it cannot fail
