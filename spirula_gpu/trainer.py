@@ -6,6 +6,7 @@ import numpy as np
 from .config import Config
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
+from .refine import Refinement
 
 ADAM_EPS = 1e-15
 SORT_STEPS = 100  # at least so many between two sorts: one costs as much as a few steps
@@ -22,6 +23,7 @@ class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
+        self.refinement = Refinement(engine, config)
         self._lost = self._gave = 0   # steps in a row that had no memory; see PATIENCE
         self._unsorted = 0  # Gaussians that came or were relocated since the map was sorted ..
         self._sort_at = 0   # .. which it is again from this step on
@@ -33,10 +35,13 @@ class Trainer:
         """Choose a keyframe, render, compare, descend; prune when it is time."""
         t = self.config.train
         keyframe = keyframes.choose(t)
+        interval = self.config.refine.interval_steps
+        if interval and self.steps % interval == 0:
+            self.refinement.apply(keyframe)
         degree = min(self.engine.sh_degree, self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
         frame = keyframe.frame
         try:
-            stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m, frame.mask, wait=False)
+            stats = self.engine.train_step(keyframe.view(degree), keyframe.target, self._hyper(), frame.depth_m, keyframe.mask, wait=False)
         except NativeError as e:
             self._refused(e)
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
@@ -61,12 +66,13 @@ class Trainer:
         if self._running:
             running = dict(id=self._running.id, loss=repr(self.engine.last_step().loss if self._resumed_loss is None else self._resumed_loss))
         return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state,
-                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave)
+                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, refinement=self.refinement.state())
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
         self._unsorted, self._sort_at, self._lost, self._gave = (int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave"))
+        self.refinement.resume(state["refinement"])
         if (running := state["running"]) is not None:  # it may have left the keyframes: then only the mean loss hears of it
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
@@ -98,7 +104,7 @@ class Trainer:
         self.hint = ""
         for attempt in range(ROOM_ATTEMPTS):
             try:
-                n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
+                n = self.engine.insert(keyframe.view(self.engine.sh_degree), keyframe.target, frame.depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
                 self._unsorted += n
                 self._gave = max(self._gave - 1, 0)
                 if not len(self.engine):
