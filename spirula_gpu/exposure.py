@@ -5,30 +5,38 @@ import cv2
 import numpy as np
 
 CELL = 8               # px: means over cells are compared, so that a pose that is a few pixels off does not matter
-DARK, BRIGHT = 5, 250  # beyond these a pixel may be clipped
+DARK, BRIGHT = 5, 250  # beyond these a pixel may be clipped ..
+EXPECTED_BRIGHT = 210  # .. and beyond this, when the render says what to expect
+PASSES = 2
 ALPHA = 0.9            # where the render counts
-CLIP_GAIN = 0.05       # log: below that white stays about white
+MIN_SHARE = 0.125      # of a cell that must be left
 MIN_CELLS = 0.1        # share of the image's cells that must be left
 
 
 def log_gain(image: np.ndarray, render: np.ndarray, alpha: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray | None:
     """[3] float64: log(image / render), the median over cells. image [H,W,3] uint8; render [H,W,3] float32 in [0,1] over black with
     alpha [H,W]; mask [H,W], 0: left out. None: too little of the image is covered by the map and not clipped."""
-    height, width = alpha.shape
-    seen = (alpha > ALPHA) & (image.min(2) >= DARK) & (image.max(2) <= BRIGHT)
-    if mask is not None:
-        seen &= mask != 0
-    weight = seen.astype(np.float32)
+    covered = alpha > ALPHA if mask is None else (alpha > ALPHA) & (mask != 0)
+    full = render / np.maximum(alpha, 1e-6)[..., None]
+    gain = _compared(image, full, covered & (image.min(2) >= DARK) & (image.max(2) <= BRIGHT))
+    for _ in range(PASSES):   # what is clipped is told by the render, which noise of the image does not bias
+        if gain is None:
+            return None
+        expected = full * (255 * np.exp(gain)).astype(np.float32)
+        gain = _compared(image, full, covered & (expected.min(2) >= DARK) & (expected.max(2) <= EXPECTED_BRIGHT))
+    return gain
+
+
+def _compared(image: np.ndarray, full: np.ndarray, seen: np.ndarray) -> np.ndarray | None:
+    weight = seen.astype(np.float32)[..., None]
+    height, width = seen.shape
     size = (max(width // CELL, 1), max(height // CELL, 1))
     mean = lambda x: cv2.resize(x, size, interpolation=cv2.INTER_AREA)
-    share = mean(weight)
-    use = share > 0.125
+    use = mean(weight) > MIN_SHARE
     if use.sum() < max(MIN_CELLS * use.size, 8):
         return None
-    ours = mean(render * (weight / np.maximum(alpha, 1e-6))[..., None])[use] / share[use][:, None]
-    theirs = mean(image * (weight / 255)[..., None])[use] / share[use][:, None]
-    floor = DARK / 255
-    return np.array([_median(np.log(t / np.maximum(o, floor / 4)), t) for o, t in zip(ours.T, theirs.T)])
+    ours, theirs = mean(full * weight)[use], mean(image * (weight / 255))[use]
+    return np.array([_median(np.log(np.maximum(t, 1e-4) / np.maximum(o, 1e-4)), t) for o, t in zip(ours.T, theirs.T)])
 
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:
@@ -44,12 +52,3 @@ def corrected(image: np.ndarray, gain: np.ndarray) -> np.ndarray:
         return image
     table = np.rint(np.clip(np.arange(256)[:, None] * np.exp(-gain), 0, 255)).astype(np.uint8)
     return cv2.LUT(image, table[None])
-
-
-def unclipped(image: np.ndarray, gain: np.ndarray, mask: np.ndarray | None) -> np.ndarray | None:
-    """[H,W] uint8, 0 where `mask` is 0 or a channel was clipped that would not be white in `corrected`: it was brighter than that says."""
-    dimmed = gain > CLIP_GAIN
-    if not dimmed.any():
-        return mask
-    known = (image[..., dimmed].max(2) <= BRIGHT).astype(np.uint8)
-    return known if mask is None else known * (mask != 0)

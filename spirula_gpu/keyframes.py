@@ -10,7 +10,7 @@ import numpy as np
 
 from .camera import Frame
 from .config import GateConfig, TrainConfig
-from .exposure import corrected, unclipped
+from .exposure import corrected
 from .native import View, view
 
 
@@ -71,7 +71,7 @@ class Keyframe:
         self.id, self.frame, self.blur_px2 = id, frame, blur_px2
         self.T_given = frame and frame.T_world_cam   # [4,4], as the source of the poses said; `frame` has the one that is used
         self.log_gain = np.zeros(3)   # of its exposure over the map's, a channel
-        self._target: tuple[np.ndarray, np.ndarray | None] | None = None
+        self._target: np.ndarray | None = None
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
 
@@ -91,16 +91,8 @@ class Keyframe:
     @property
     def target(self) -> np.ndarray:
         """[H,W,3] uint8: its image at the exposure of the map."""
-        return self._at_map_exposure()[0]
-
-    @property
-    def mask(self) -> np.ndarray | None:
-        """[H,W] uint8, 0: not trained: the frame's, without what was clipped and would be darker than white now."""
-        return self._at_map_exposure()[1]
-
-    def _at_map_exposure(self) -> tuple[np.ndarray, np.ndarray | None]:
         if self._target is None:
-            self._target = corrected(self.frame.rgb, self.log_gain), unclipped(self.frame.rgb, self.log_gain, self.frame.mask)
+            self._target = corrected(self.frame.rgb, self.log_gain)
         return self._target
 
     def view(self, sh_degree: int) -> View:

@@ -243,7 +243,7 @@ class Mapper:
         elif self.config.refine.exposure:
             keyframe.expose(self._keyframes.newest.log_gain)   # until the map says
         self._next_id += 1
-        self._trainer.refinement.apply(keyframe)
+        self._trainer.refine(keyframe)
         self._trainer.insert(keyframe)
         self._keyframes.add(keyframe, self.config.train)
         self._trainer.refinement.centre(self._keyframes)

@@ -21,7 +21,7 @@ MOST_SIGMAS = 5.0         # a pose farther from the given one is not believed
 
 
 class Refinement:
-    """Works on the mapper's thread; writes keyframes, and the map only to move it as a whole."""
+    """Works on the mapper's thread; writes keyframes, and the map only to move Gaussians with the keyframes they came from."""
 
     def __init__(self, engine: Engine, config: Config):
         self._engine, self.config = engine, config

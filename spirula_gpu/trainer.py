@@ -37,11 +37,11 @@ class Trainer:
         keyframe = keyframes.choose(t)
         interval = self.config.refine.interval_steps
         if interval and self.steps % interval == 0:
-            self.refinement.apply(keyframe)
+            self.refine(keyframe)
         degree = min(self.engine.sh_degree, self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
         frame = keyframe.frame
         try:
-            stats = self.engine.train_step(keyframe.view(degree), keyframe.target, self._hyper(), frame.depth_m, keyframe.mask, wait=False)
+            stats = self.engine.train_step(keyframe.view(degree), keyframe.target, self._hyper(), frame.depth_m, frame.mask, wait=False)
         except NativeError as e:
             self._refused(e)
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
@@ -59,6 +59,15 @@ class Trainer:
         if p.interval_steps and self.steps % p.interval_steps == 0:
             self.prune()
         self._sort_when_due()
+
+    def refine(self, keyframe: Keyframe) -> None:
+        """Its pose and exposure from the map; they stay as they are when there is no memory for the render, which `hint` says."""
+        try:
+            self.refinement.apply(keyframe)
+        except NativeError as e:
+            if not refused(e):
+                raise
+            self.hint = str(e)
 
     def state(self) -> dict:
         """What a checkpoint keeps beside the map, for JSON. Waits for the step that runs; its loss still counts with the next one."""

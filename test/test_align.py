@@ -13,7 +13,7 @@ from spirula_gpu.refine import mean_correction, turned
 
 CAMERA = Camera(80, 60, 65.0, 65.0, 40.0, 30.0)
 SIGMA_M, SIGMA_RAD = 0.02, np.radians(1.0)
-CONFIG = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 1, "train.steps_per_frame": 20, "refine.exposure": False, "refine.pose": True})
+CONFIG = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 1, "train.steps_per_frame": 20, "gate.min_sharpness": 0.0, "refine.exposure": False, "refine.pose": True})
 
 
 def _texture() -> np.ndarray:
