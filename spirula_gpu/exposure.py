@@ -14,20 +14,19 @@ MIN_CELLS = 0.1        # share of the image's cells that must be left
 
 
 def log_gain(image: np.ndarray, render: np.ndarray, alpha: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray | None:
-    """[3] float64: log(image / render), the median over cells. image [H,W,3] uint8; render [H,W,3] float32 in [0,1] over black with
+    """[3] float64: log(image / render), the median over cells, over black as it is trained: colours make up for what alpha lacks. image [H,W,3] uint8; render [H,W,3] float32 in [0,1] over black with
     alpha [H,W]; mask [H,W], 0: left out. None: too little of the image is covered by the map and not clipped."""
     covered = alpha > ALPHA if mask is None else (alpha > ALPHA) & (mask != 0)
-    full = render / np.maximum(alpha, 1e-6)[..., None]
-    gain = _compared(image, full, covered & (image.min(2) >= DARK) & (image.max(2) <= BRIGHT))
+    gain = _compared(image, render, covered & (image.min(2) >= DARK) & (image.max(2) <= BRIGHT))
     for _ in range(PASSES):   # what is clipped is told by the render, which noise of the image does not bias
         if gain is None:
             return None
-        expected = full * (255 * np.exp(gain)).astype(np.float32)
-        gain = _compared(image, full, covered & (expected.min(2) >= DARK) & (expected.max(2) <= EXPECTED_BRIGHT))
+        expected = render * (255 * np.exp(gain)).astype(np.float32)
+        gain = _compared(image, render, covered & (expected.min(2) >= DARK) & (expected.max(2) <= EXPECTED_BRIGHT))
     return gain
 
 
-def _compared(image: np.ndarray, full: np.ndarray, seen: np.ndarray) -> np.ndarray | None:
+def _compared(image: np.ndarray, render: np.ndarray, seen: np.ndarray) -> np.ndarray | None:
     weight = seen.astype(np.float32)[..., None]
     height, width = seen.shape
     size = (max(width // CELL, 1), max(height // CELL, 1))
@@ -35,7 +34,7 @@ def _compared(image: np.ndarray, full: np.ndarray, seen: np.ndarray) -> np.ndarr
     use = mean(weight) > MIN_SHARE
     if use.sum() < max(MIN_CELLS * use.size, 8):
         return None
-    ours, theirs = mean(full * weight)[use], mean(image * (weight / 255))[use]
+    ours, theirs = mean(render * weight)[use], mean(image * (weight / 255))[use]
     return np.array([_median(np.log(np.maximum(t, 1e-4) / np.maximum(o, 1e-4)), t) for o, t in zip(ours.T, theirs.T)])
 
 

@@ -154,7 +154,7 @@ def test_a_map_from_disturbed_poses_is_better_with_refinement():
     off, on = mapped(disturbed, refine__pose=False), mapped(disturbed)
     clean = heldout(mapped(truth, refine__pose=False))
     lost, still = clean - heldout(off), clean - heldout(on)
-    assert lost > 2 and still < 0.6 * lost, (clean, lost, still)
+    assert lost > 2 and still < 0.75 * lost, (clean, lost, still)
     assert pose_error_deg(on, truth) < 0.6 * pose_error_deg(off, truth)
     status = on.status()
     assert status.poses_refined > 20 and off.status().poses_refined == off.status().poses_refused == 0
