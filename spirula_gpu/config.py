@@ -85,6 +85,15 @@ class PruneConfig:
 
 
 @dataclass(frozen=True)
+class RefineConfig:
+    exposure: bool = param(True, "", "estimate a gain per channel of each keyframe, so that the map keeps one exposure", live=True)
+    pose: bool = param(False, "", "align each keyframe with the map, anchored to the pose that came with it: for poses that are off by a pixel and more", live=True)
+    pose_sigma: float = param(0.01, "", "noise of given positions along each axis, as a share of the median depth of the view", 1e-6, 1, True)
+    pose_sigma_deg: float = param(1.0, "deg", "noise of given rotations about each axis", 1e-4, 90, True)
+    interval_steps: int = param(10, "steps", "the keyframe of every so many-th step is refined again; 0 = only at its arrival", 0, 1_000_000, True)
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     period_s: float = param(5.0, "s", "time between mesh updates while someone listens; 0 = only on request", 0, 3600, True)
     voxel_m: float = param(0.03, "m", "TSDF voxel", 0.001, 1)
@@ -114,6 +123,7 @@ class Config:
     insert: InsertConfig = InsertConfig()
     train: TrainConfig = TrainConfig()
     prune: PruneConfig = PruneConfig()
+    refine: RefineConfig = RefineConfig()
     mesh: MeshConfig = MeshConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

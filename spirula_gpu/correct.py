@@ -234,9 +234,9 @@ def sh_rotations(degree: int, R: np.ndarray) -> np.ndarray:
 
 # ---- the map ------------------------------------------------------------------------------------------------------------
 
-def move_gaussians(engine: Engine, D: np.ndarray, moved: np.ndarray) -> int:
-    """Moves the Gaussians of each owner i with moved[i] by D[i] [4,4], as a rigid body: position, rotation, view-dependent colour. Size and opacity stay; the
-    optimiser forgets them. Returns how many. Host memory: a few MB, whatever the map's size."""
+def move_gaussians(engine: Engine, D: np.ndarray, moved: np.ndarray, forget: bool = True) -> int:
+    """Moves the Gaussians of each owner i with moved[i] by D[i] [4,4], as a rigid body: position, rotation, view-dependent colour. Size and opacity stay;
+    forget: the optimiser begins anew with them. Returns how many. Host memory: a few MB, whatever the map's size."""
     total = 0
     for first in range(0, len(engine), PIECE):
         owner = engine.read("map.owner", first, PIECE)
@@ -244,11 +244,11 @@ def move_gaussians(engine: Engine, D: np.ndarray, moved: np.ndarray) -> int:
         mine[mine] = moved[owner[mine]]
         if mine.any():
             total += int(mine.sum())
-            _move_piece(engine, first, mine, owner[mine], D)
+            _move_piece(engine, first, mine, owner[mine], D, forget)
     return total
 
 
-def _move_piece(engine: Engine, first: int, mine: np.ndarray, owner: np.ndarray, D: np.ndarray) -> None:
+def _move_piece(engine: Engine, first: int, mine: np.ndarray, owner: np.ndarray, D: np.ndarray, forget: bool) -> None:
     owners, of = np.unique(owner, return_inverse=True)
     D = D[owners]
     R, t, q = D[:, :3, :3], D[:, :3, 3], quats_of(D[:, :3, :3])
@@ -268,5 +268,5 @@ def _move_piece(engine: Engine, first: int, mine: np.ndarray, owner: np.ndarray,
     change("map.quat", lambda x: product(q[of], x))
     if engine.sh_degree:
         change("map.sh", rotated_sh)
-    for row in [f"adam.v.{name}" for name in PARAMETERS] + [f"adam.m.{name}" for name in PARAMETERS] + ["adam.steps"]:  # compact first moments are in units of the second
+    for row in [f"adam.v.{name}" for name in PARAMETERS] + [f"adam.m.{name}" for name in PARAMETERS] + ["adam.steps"] if forget else []:  # compact first moments are in units of the second
         change(row, np.zeros_like)

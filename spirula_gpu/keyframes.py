@@ -11,6 +11,7 @@ import numpy as np
 from .camera import Frame
 from .config import GateConfig, TrainConfig
 from .correct import Motions
+from .exposure import corrected
 from .native import View, view
 
 
@@ -76,6 +77,8 @@ class Keyframe:
     def __init__(self, id: int, frame: Frame, blur_px2: float):
         self.id, self.frame, self.blur_px2 = id, frame, blur_px2
         self.T_given = frame and frame.T_world_cam   # [4,4], as the source of the poses said; `frame` has the one that is used
+        self.log_gain = np.zeros(3)   # of its exposure over the map's, a channel
+        self._target: np.ndarray | None = None
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
 
@@ -92,6 +95,17 @@ class Keyframe:
         """A corrected path moves the pose as given by D [4,4], and the one that is used with it; the keyframe is trained as often as a new one."""
         self.place(D @ self.frame.T_world_cam)
         self.T_given, self.loss = D @ self.T_given, np.inf
+
+    def expose(self, log_gain: np.ndarray) -> None:
+        """Its image was taken with exp(log_gain [3]) times the exposure of the map."""
+        self.log_gain, self._target = log_gain, None
+
+    @property
+    def target(self) -> np.ndarray:
+        """[H,W,3] uint8: its image at the exposure of the map."""
+        if self._target is None:
+            self._target = corrected(self.frame.rgb, self.log_gain)
+        return self._target
 
     def view(self, sh_degree: int) -> View:
         if self._view is None or self._view.sh_degree != sh_degree:
@@ -131,6 +145,12 @@ class Keyframes:
         """The keyframe whose neighbours in time are nearest to each other; the newest one stays."""
         t = np.array([k.frame.T_world_cam[:3, 3] for k in self._all])
         return 1 + int(np.argmin(np.linalg.norm(t[2:] - t[:-2], axis=1)))
+
+    def log_gain_at(self, stamp_ns: int) -> np.ndarray:
+        """[3]: exposure at that time over the map's, between those of the keyframes before and after."""
+        known = sorted(((k.frame.stamp_ns, k.log_gain) for k in self._all), key=lambda known: known[0])
+        at, gains = np.array([s - stamp_ns for s, _ in known], np.float64), np.array([g for _, g in known])
+        return np.array([np.interp(0, at, g) for g in gains.T]) if known else np.zeros(3)
 
     @property
     def random(self) -> dict:

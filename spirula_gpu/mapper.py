@@ -260,10 +260,15 @@ class Mapper:
         keyframe = Keyframe(self._next_id, frame, self.config.train.blur_px2)
         if not self._keyframes:
             self._budget_hint = self._hint_of_budget(frame.camera)
+        elif self.config.refine.exposure:
+            keyframe.expose(self._keyframes.newest.log_gain)   # until the map says
         self._next_id += 1
         self._owners.append(frame.stamp_ns)
+        self._trainer.refine(keyframe)
         self._trainer.insert(keyframe)
         self._keyframes.add(keyframe, self.config.train)
+        self._trainer.refinement.centre(self._keyframes)
+        self._trainer.refinement.level(self._keyframes)
 
     def _hint_of_budget(self, camera: Camera) -> str:
         """That the budget will end the map's growth before engine.max_gaussians does; empty: it will not."""
@@ -311,7 +316,7 @@ class Mapper:
         now, e = time.monotonic(), self.config.eval
         if self._thread is not None and e.period_s and self._held_out and self._due_at("evaluate", now, e.period_s):
             self._evaluated += 1
-            self._output.measure(self._held_out[self._evaluated % len(self._held_out)])
+            self._measure(self._held_out[self._evaluated % len(self._held_out)])
         if now - self._last["tell"] > 0.2:
             self._tell()
         if not self._keyframes:
@@ -347,23 +352,27 @@ class Mapper:
 
     def _tell_status(self) -> None:
         self._last["tell"] = time.monotonic()
-        heldout_psnr, heldout_ssim = self._output.heldout_means()
+        heldout_psnr, heldout_ssim, heldout_cc_psnr = self._output.heldout_means()
         rate = 0.0
         if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
             rate = (self._rate[-1][1] - self._rate[0][1]) / (self._rate[-1][0] - self._rate[0][0])
         self._status.set(Status(
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
-            heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error, corrections=self._corrections,
+            heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, heldout_cc_psnr=heldout_cc_psnr, latency_ms=self._latency_ms, last_error=self._error,
+            corrections=self._corrections, poses_refined=self._trainer.refinement.aligned, poses_refused=self._trainer.refinement.refused,
             hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved, self._budget_hint, self._path_hint) if text)))
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""
-        results = [self._unless_refused(self._output.measure, frame) for frame in self._held_out]
+        results = [self._unless_refused(self._measure, frame) for frame in self._held_out]
         train_psnr = self._unless_refused(self._output.train_psnr, self._keyframes.spread(32))
         self._train_psnr = float("nan") if train_psnr is None else train_psnr
         self._tell()
         return [r for r in results if r]
+
+    def _measure(self, frame: Frame) -> HeldOut:
+        return self._output.measure(frame, self._keyframes.log_gain_at(frame.stamp_ns))
 
     def _unless_refused(self, make, *args):
         """make(*args), or None where there is no memory for it; `hint` says so."""
@@ -408,10 +417,11 @@ class Mapper:
         if "engine.vram_budget_mb" in changed:
             checkpoint.check_budget(reader, self.config.engine, self.backend)
         checkpoint.read_rows(reader, self._engine)
-        for kind, frame, id, loss, T_given in checkpoint.read_frames(reader):
+        for kind, frame, id, loss, T_given, log_gain in checkpoint.read_frames(reader):
             if kind == KEYFRAME:
                 keyframe = Keyframe(id, frame, self.config.train.blur_px2)
                 keyframe.loss, keyframe.T_given = loss, T_given
+                keyframe.expose(log_gain)
                 self._keyframes.add(keyframe, self.config.train)
             else:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
@@ -439,7 +449,7 @@ class Mapper:
             raise ValueError(f"the map is empty; {path} was not touched")
         with self._submitting:
             gated, waiting, seen, track = self._gate.state(), self._inbox.frames(), self.ledger.counts(), Track(self._track.stamps, self._track.poses)
-        frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given) for k in self._keyframes]
+        frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given, k.log_gain) for k in self._keyframes]
         frames += [Stored(HELD_OUT, frame) for frame in self._held_out] + [Stored(WAITING, frame) for frame in waiting]
         facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.random, frames_seen=seen._asdict(),
                      counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated, corrections=self._corrections))
@@ -490,7 +500,7 @@ class Mapper:
         self._view = (None if T_world_cam is None else np.asarray(T_world_cam, float), camera)
 
     def _do_configure(self, config: Config) -> None:
-        self.config = self._trainer.config = config
+        self.config = self._trainer.config = self._trainer.refinement.config = config
 
     def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
         """A corrected path of the camera, stamps [n] int64 ns and poses [n,4,4] T_world_cam: every frame that it moves visibly moves, each Gaussian with the

@@ -15,11 +15,14 @@ def psnr(a: np.ndarray, b: np.ndarray, mask: np.ndarray | None = None) -> float:
     return _psnr_of(_mean(np.square(a - b), mask))
 
 
-def cc_psnr(image: np.ndarray, truth: np.ndarray) -> float:
+def cc_psnr(image: np.ndarray, truth: np.ndarray, mask: np.ndarray | None = None) -> float:
     """PSNR after the affine colour map (3x3 and offset) that takes `image` closest to `truth` in the least-squares
-    sense, clipped to [0,1]: tells a wrong exposure from a wrong scene."""
+    sense, clipped to [0,1]: tells a wrong exposure from a wrong scene. Over what the mask shows."""
     image, truth = _pair(image, truth)
-    colors, wanted = image.reshape(-1, image.shape[2]), truth.reshape(-1, truth.shape[2])
+    shown = np.ones(image.shape[:2], bool) if mask is None else mask != 0
+    if not shown.any():
+        return float("nan")
+    colors, wanted = image[shown], truth[shown]
     design = np.concatenate([colors, np.ones((len(colors), 1))], 1)
     fit = np.linalg.lstsq(design, wanted, rcond=None)[0]
     return _psnr_of(np.square((design @ fit).clip(0, 1) - wanted).mean())

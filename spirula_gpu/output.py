@@ -9,10 +9,11 @@ import numpy as np
 from .camera import Camera, Frame
 from .config import Config
 from .correct import Scale
+from .exposure import corrected
 from .formats import format_of, write_map
 from .keyframes import Keyframe, Keyframes
 from .mesh import MeshError
-from .metrics import psnr, ssim
+from .metrics import cc_psnr, psnr, ssim
 from .native import PARAMETERS, Engine, view
 from .report import MeshChunk
 from .splats import Splats
@@ -27,12 +28,13 @@ class HeldOut(NamedTuple):
     rgb: np.ndarray   # [H,W,3] uint8, rendered
     psnr: float       # dB; like ssim over what the frame's mask shows
     ssim: float
+    cc_psnr: float    # dB, after an affine colour fit: without what is of the exposure
 
 
 class Output:
     def __init__(self, engine: Engine, config: Config):
         self._engine, self._config = engine, config
-        self._measured: dict[int, tuple[float, float]] = {}   # stamp of a held-out frame -> (psnr, ssim)
+        self._measured: dict[int, tuple[float, float, float]] = {}   # stamp of a held-out frame -> (psnr, ssim, cc_psnr)
         self._mesher, self._fused = None, set()
         self._chunks: dict[tuple[int, int, int], MeshChunk] = {}
 
@@ -43,23 +45,23 @@ class Output:
         depth_m = np.where(alpha >= 0.5, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         return (np.clip(rgb, 0, 1) * 255 + 0.5).astype(np.uint8), depth_m, alpha
 
-    def measure(self, frame: Frame) -> HeldOut:
-        """Over what the frame's mask shows, where it has one."""
-        rgb, _, _ = self.render(frame.camera, frame.T_cam_world)
-        result = HeldOut(frame, rgb, psnr(frame.rgb, rgb, frame.mask), ssim(frame.rgb, rgb, frame.mask))
-        self._measured[frame.stamp_ns] = (result.psnr, result.ssim)
+    def measure(self, frame: Frame, log_gain: np.ndarray) -> HeldOut:
+        """Over what the frame's mask shows, where it has one. log_gain [3]: of its exposure over the map's, as its neighbours in time have it."""
+        rgb = corrected(self.render(frame.camera, frame.T_cam_world)[0], -log_gain)
+        result = HeldOut(frame, rgb, psnr(frame.rgb, rgb, frame.mask), ssim(frame.rgb, rgb, frame.mask), cc_psnr(rgb, frame.rgb, frame.mask))
+        self._measured[frame.stamp_ns] = (result.psnr, result.ssim, result.cc_psnr)
         return result
 
     def forget(self, frame: Frame) -> None:
         self._measured.pop(frame.stamp_ns, None)
 
-    def heldout_means(self) -> tuple[float, float]:
-        """(psnr, ssim): means over the newest measurement of each held-out frame; NaN when there is none."""
+    def heldout_means(self) -> tuple[float, float, float]:
+        """(psnr, ssim, cc_psnr): means over the newest measurement of each held-out frame; NaN when there is none."""
         known = list(self._measured.values())
-        return tuple(map(float, np.mean(known, axis=0))) if known else (float("nan"), float("nan"))
+        return tuple(map(float, np.mean(known, axis=0))) if known else (float("nan"),) * 3
 
     def train_psnr(self, keyframes: Iterable[Keyframe]) -> float:
-        known = [psnr(k.frame.rgb, self.render(k.frame.camera, k.frame.T_cam_world)[0], k.frame.mask) for k in keyframes]
+        known = [psnr(k.target, self.render(k.frame.camera, k.frame.T_cam_world)[0], k.frame.mask) for k in keyframes]
         return float(np.mean(known)) if known else float("nan")
 
     def image_scale(self, keyframes: Keyframes) -> Scale:

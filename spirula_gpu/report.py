@@ -94,6 +94,9 @@ class Status:
     train_psnr: float = float("nan")      # of recent training views
     heldout_psnr: float = float("nan")    # mean over the latest measurement of each held-out frame
     heldout_ssim: float = float("nan")
+    heldout_cc_psnr: float = float("nan")  # after an affine colour fit of each render
+    poses_refined: int = 0                # alignments of a keyframe with the map that were taken ..
+    poses_refused: int = 0                # .. and those after which the pose stayed as it was
     frames: FrameCounts = FrameCounts(0, 0, {})
     inbox_frames: int = 0
     latency_ms: float = float("nan")      # newest frame: arrival in the inbox -> part of the map

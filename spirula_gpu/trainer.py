@@ -8,6 +8,7 @@ from .correct import Motions, move_gaussians
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 from .points import fill
+from .refine import Refinement
 from .splats import Splats
 
 ADAM_EPS = 1e-15
@@ -26,6 +27,7 @@ class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
+        self.refinement = Refinement(engine, config)
         self._lost = self._gave = 0   # steps in a row that had no memory; see PATIENCE
         self._unsorted = 0  # Gaussians that came or were relocated since the map was sorted ..
         self._first_degree = 0  # SH degree of the first steps: that of a map that was begun with
@@ -39,10 +41,14 @@ class Trainer:
         """Choose a keyframe, render, compare, descend; prune when it is time."""
         t = self.config.train
         keyframe = keyframes.choose(t)
+        interval = self.config.refine.interval_steps
+        if interval and self.steps % interval == 0:
+            self.refine(keyframe)
+            self.refinement.centre(keyframes)
         degree = min(self.engine.sh_degree, self._first_degree + self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
         frame = keyframe.frame
         try:
-            stats = self.engine.train_step(keyframe.view(degree), frame.rgb, self._hyper(), frame.depth_m, frame.mask, wait=False)
+            stats = self.engine.train_step(keyframe.view(degree), keyframe.target, self._hyper(), frame.depth_m, frame.mask, wait=False)
         except NativeError as e:
             self._refused(e)
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
@@ -69,6 +75,15 @@ class Trainer:
         self.engine.append(*splats.with_degree(self.engine.sh_degree), owner=NO_KEYFRAME)
         self._unsorted, self._first_degree = len(splats.means), splats.degree
 
+    def refine(self, keyframe: Keyframe) -> None:
+        """Its pose and exposure from the map; they stay as they are when there is no memory for the render, which `hint` says."""
+        try:
+            self.refinement.apply(keyframe)
+        except NativeError as e:
+            if not refused(e):
+                raise
+            self.hint = str(e)
+
     def state(self) -> dict:
         """What a checkpoint keeps beside the map, for JSON. Waits for the step that runs; its loss still counts with the next one."""
         running, last = None, self.engine.last_step()
@@ -77,13 +92,15 @@ class Trainer:
         if self._running:
             running = dict(id=self._running.id, loss=repr(last.loss if self._resumed_loss is None else self._resumed_loss))
         return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state,
-                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, seen=self._seen, first_degree=self._first_degree)
+                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, seen=self._seen, first_degree=self._first_degree,
+                    refinement=self.refinement.state())
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
         self._unsorted, self._sort_at, self._lost, self._gave = (int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave"))
         self._first_degree, self._seen = int(state["first_degree"]), tuple(map(int, state["seen"]))
+        self.refinement.resume(state["refinement"])
         if (running := state["running"]) is not None:  # it may have left the keyframes: then only the mean loss hears of it
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
@@ -115,7 +132,7 @@ class Trainer:
         self.hint, depth_m = "", fill(frame.depth_m)
         for attempt in range(ROOM_ATTEMPTS):
             try:
-                n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
+                n = self.engine.insert(keyframe.view(self.engine.sh_degree), keyframe.target, depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
                 self._unsorted += n
                 self._gave = max(self._gave - 1, 0)
                 if not len(self.engine):

@@ -34,6 +34,7 @@ def everything(mapper: Mapper) -> dict:
     mapper._tell()
     s = mapper.status()
     return {**{name: x.tobytes() for name, x in raw.items()}, "ply": open("compared.ply", "rb").read(), "losses": [(k.id, k.loss) for k in mapper._keyframes],
+            "refined": [(k.frame.T_world_cam.tobytes(), k.log_gain.tobytes()) for k in mapper._keyframes],
             "status": (s.gaussians, s.keyframes, s.held_out, s.steps, s.loss, s.hint, s.frames.frames_in, s.frames.used, s.frames.pending)}
 
 
@@ -241,3 +242,20 @@ def test_raw_rows_are_the_rows():
             engine.read_raw(name, 5, out)
             assert np.array_equal(out, values[5:]) and engine.read(name).tobytes() == values.tobytes(), name
         assert {row.name.decode() for row in engine.rows()[:-1] if not row.aliased} == set(engine.saved_rows())
+
+
+def test_refinement_goes_on_bit_for_bit():
+    """Gains, poses and the map that was moved with them; both are seen to have changed."""
+    settings = config(refine__pose=True, refine__exposure=True, refine__interval_steps=3)
+    never, saving = Mapper(settings), Mapper(settings)
+    for mapper in (never, saving):
+        feed(mapper, range(5))
+    resumed = Mapper(settings)
+    resumed.resume(save(saving))
+    assert resumed._trainer.refinement.state() == never._trainer.refinement.state()
+    for mapper in (never, resumed):
+        feed(mapper, range(5, 9))
+        mapper.train(steps=20)
+    assert everything(resumed) == everything(never)
+    keyframes = list(never._keyframes)
+    assert any(k.log_gain.any() for k in keyframes) and any((k.frame.T_world_cam != k.T_given).any() for k in keyframes)

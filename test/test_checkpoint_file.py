@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spirula_gpu import checkpoint
-from spirula_gpu.checkpoint_file import CRC, HEAD, HEAD_BYTES, CheckpointError, Reader, Section, write_file
+from spirula_gpu.checkpoint_file import CRC, HEAD, HEAD_BYTES, VERSION, CheckpointError, Reader, Section, write_file
 from spirula_gpu.config import Config, replaced
 from spirula_gpu.mapper import Mapper
 from test_checkpoint import PRECISIONS, config, feed, save
@@ -90,7 +90,7 @@ def test_other_files_are_refused():
 
 
 def test_what_this_run_cannot_hold_is_refused_with_the_remedy(good):
-    assert "version 9 of the format, and this program reads version 3; resume it with the program that wrote it" in refused(forged(good, table_of(good), 9))
+    assert f"version 9 of the format, and this program reads version {VERSION}; resume it with the program that wrote it" in refused(forged(good, table_of(good), 9))
     for degree in (1, 3):
         assert f"engine.sh_degree 2, and this run has {degree}; set engine.sh_degree to 2" in refused(good, config(engine__sh_degree=degree))
     n = table_of(good)["gaussians"]

@@ -237,7 +237,7 @@ def drifting(i: int) -> float:
 
 
 def mapped(off=drifting, n: int = 14, **changes) -> Mapper:
-    mapper = Mapper(replaced(SMALL, {"train.steps_per_frame": 10, **{k.replace("__", "."): v for k, v in changes.items()}}))
+    mapper = Mapper(replaced(SMALL, {"train.steps_per_frame": 10, "refine.exposure": False, **{k.replace("__", "."): v for k, v in changes.items()}}))
     for i in range(n):
         submit(mapper, frame(i, T_world_cam=pose(i, off(i)), held_out=i % 4 == 3))
         mapper.run_due()

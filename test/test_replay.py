@@ -20,12 +20,12 @@ from spirula_ros.replay import ReplayOptions, replay
 from spirula_ros.settings import settings
 from spirula_ros.synthetic import make_bag
 
-KEYS = {"frames", "keyframes", "gaussians", "steps", "seconds", "heldout_psnr", "heldout_ssim", "train_psnr", "vram", "backend", "version"}
+KEYS = {"frames", "keyframes", "gaussians", "steps", "seconds", "heldout_psnr", "heldout_ssim", "heldout_cc_psnr", "train_psnr", "vram", "backend", "version"}
 
 
 class HeldOut:
     def __init__(self, frame, psnr):
-        self.frame, self.rgb, self.psnr, self.ssim = frame, 255 - frame.rgb, psnr, 0.5
+        self.frame, self.rgb, self.psnr, self.ssim, self.cc_psnr = frame, 255 - frame.rgb, psnr, 0.5, psnr + 1
 
 
 class DoubleMapper:
@@ -132,7 +132,7 @@ def test_lossless_waits_for_every_frame(room, tmp_path):
     assert mapper.calls[:40] == ["submit", "run_due"] * 20 and mapper.closed
     assert [f.held_out for f in mapper.frames] == [False] * 15 and len(mapper.held_out) == 5
     assert KEYS <= set(found) and found["steps"] == 40 and found["backend"] == "double" and found["stopped_early"] == ""
-    assert found["vram"] == {"splat": 1000, "image": 10} and found["heldout_psnr"] == 22.0
+    assert found["vram"] == {"splat": 1000, "image": 10} and found["heldout_psnr"] == 22.0 and found["heldout_cc_psnr"] == 23.0
     assert found["train_psnr"] is None  # NaN
     assert "20 in, 20 used" in sentence and "22.00 dB" in sentence
 

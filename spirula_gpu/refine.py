@@ -1,0 +1,131 @@
+"""Exposure and pose of a keyframe from the map: at its arrival, before Gaussians are made from it, and now and then when it is trained."""
+from __future__ import annotations
+
+import math
+
+import cv2
+import numpy as np
+
+from .align import ALPHA, Seen, align, log_se3
+from .camera import Camera
+from .config import Config
+from .correct import move_gaussians
+from .exposure import log_gain
+from .keyframes import Keyframe, Keyframes
+from .native import Engine, view
+
+WORK_PIXELS = 320 * 240   # images are compared at this size at most
+NEAR_DEPTHS, NEAR_DEG = 0.5, 30.0   # keyframes see about the same: distance over the depth of what is seen, angle
+CENTRE_STEP = 0.02        # by so much the exposure of the map changes at a time
+LEVEL_SHARE = 20          # the mean is taken again when this part more keyframes have come
+MOST_SIGMAS = 5.0         # a pose farther from the given one is not believed
+
+
+class Refinement:
+    """Works on the mapper's thread; writes keyframes, and the map only to move Gaussians with the keyframes they came from."""
+
+    def __init__(self, engine: Engine, config: Config):
+        self._engine, self.config = engine, config
+        self.aligned = self.refused = 0       # poses
+        self._depth_m, self._level_at = 1.0, 0   # of the newest view, the median; keyframes at which level() works again
+
+    def state(self) -> dict:
+        """For JSON, to the last bit."""
+        return dict(aligned=self.aligned, refused=self.refused, depth_m=self._depth_m, level_at=self._level_at)
+
+    def resume(self, state: dict) -> None:
+        """Go on as the refinement whose state() this is."""
+        self._depth_m = float(state["depth_m"])
+        self.aligned, self.refused, self._level_at = (int(state[name]) for name in ("aligned", "refused", "level_at"))
+
+    def apply(self, keyframe: Keyframe) -> None:
+        """Align the keyframe with the map, then compare their colours."""
+        r = self.config.refine
+        if not len(self._engine) or not (r.exposure or r.pose):
+            return
+        camera = _work_size(keyframe.frame.camera)
+        rgb, alpha, depth = self._render(camera, keyframe)
+        image, mask, depth_m = _resized(keyframe.frame, camera)
+        if r.pose and self._align(keyframe, camera, image, mask, depth_m, rgb, alpha, depth) and r.exposure:
+            rgb, alpha, depth = self._render(camera, keyframe)
+        if r.exposure and (gain := log_gain(image, rgb, alpha, mask)) is not None:
+            keyframe.expose(gain)
+
+    def _render(self, camera: Camera, k: Keyframe):
+        return [x[0] for x in self._engine.render(view(camera, k.frame.T_cam_world, self._engine.sh_degree, blur_px2=self.config.train.blur_px2))]
+
+    def _align(self, keyframe: Keyframe, camera: Camera, image, mask, depth_m, rgb, alpha, depth) -> bool:
+        r, T_used = self.config.refine, keyframe.frame.T_world_cam
+        valid = alpha > ALPHA
+        depth = np.where(valid, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
+        if not valid.any():
+            return False
+        self._depth_m = float(np.median(depth[valid]))
+        sigma_m, sigma_rad = r.pose_sigma * self._depth_m, math.radians(r.pose_sigma_deg)
+        seen = Seen(_grey(rgb * 255), depth, valid)
+        ours = Seen(_grey(image.astype(np.float32)), depth_m, np.ones(alpha.shape, bool) if mask is None else mask != 0)
+        T_prior = np.linalg.inv(keyframe.T_given) @ T_used
+        result = align(ours, seen, camera, T_prior, sigma_m, sigma_rad)
+        if isinstance(result, str):
+            self.refused += 1
+            return False
+        away = log_se3(result.T @ np.linalg.inv(T_prior))
+        if not result.after < result.before or np.linalg.norm(away[:3]) > MOST_SIGMAS * sigma_m or np.linalg.norm(away[3:]) > MOST_SIGMAS * sigma_rad:
+            self.refused += 1
+            return False
+        self.aligned += 1
+        keyframe.place(T_used @ np.linalg.inv(result.T))
+        return True
+
+    def centre(self, keyframes: Keyframes) -> None:
+        """Gains are known up to a common factor, the brightness of the map: their mean is 1. The map follows by training."""
+        mean = np.mean([k.log_gain for k in keyframes], axis=0)
+        if np.abs(mean).max() > CENTRE_STEP:
+            for k in keyframes:
+                k.expose(k.log_gain - mean)
+
+    def level(self, keyframes: Keyframes) -> None:
+        """Keyframes and what they brought into the map are moved back to where they were said to be, in the mean over those that see about the same."""
+        r, n = self.config.refine, len(keyframes)
+        if not r.pose or not len(self._engine) or n < self._level_at:
+            return
+        self._level_at = n + 1 + n // LEVEL_SHARE
+        moved = list(keyframes)
+        T_used, T_given = np.stack([k.frame.T_world_cam for k in moved]), np.stack([k.T_given for k in moved])
+        G = mean_correction(T_used, T_given, NEAR_DEPTHS * self._depth_m, math.radians(NEAR_DEG))
+        for k, g in zip(moved, G):
+            k.place(g @ k.frame.T_world_cam)
+        ids = np.array([k.id for k in moved])
+        nearest = np.minimum(np.searchsorted(ids, np.arange(ids[-1] + 1)), n - 1)   # Gaussians of a keyframe that has gone move with the next one
+        move_gaussians(self._engine, G[nearest], np.ones(len(nearest), bool), forget=False)
+
+
+def mean_correction(T_used: np.ndarray, T_given: np.ndarray, near_m: float, near_rad: float) -> np.ndarray:
+    """[n,4,4] G: G[i] @ T_used[i] is where i lies when those about it, by a Gaussian of distance and angle, lie where T_given [n,4,4] has them in the mean."""
+    t, forward = T_used[:, :3, 3], T_used[:, :3, 2]
+    apart = ((t[:, None] - t) ** 2).sum(2) / near_m**2 + (np.arccos(np.clip(forward @ forward.T, -1, 1)) / near_rad) ** 2
+    weight = np.exp(-apart / 2)
+    weight /= weight.sum(1, keepdims=True)
+    turn = weight @ np.array([cv2.Rodrigues(b @ a.T)[0][:, 0] for a, b in zip(T_used[:, :3, :3], T_given[:, :3, :3])])
+    G = np.tile(np.eye(4), (len(t), 1, 1))
+    G[:, :3, :3] = [cv2.Rodrigues(v)[0] for v in turn]
+    G[:, :3, 3] = weight @ T_given[:, :3, 3] - np.einsum("nij,nj->ni", G[:, :3, :3], weight @ t)
+    return G
+
+
+def _work_size(camera: Camera) -> Camera:
+    n = math.ceil(math.sqrt(camera.width * camera.height / WORK_PIXELS))
+    return camera.resized(max(camera.width // n, 1), max(camera.height // n, 1)) if n > 1 else camera
+
+
+def _resized(frame, camera: Camera):
+    """(rgb, mask, depth_m) at the size of `camera`."""
+    size = (camera.width, camera.height)
+    if (frame.camera.width, frame.camera.height) == size:
+        return frame.rgb, frame.mask, frame.depth_m
+    small = lambda x, how: None if x is None else cv2.resize(x, size, interpolation=how)
+    return small(frame.rgb, cv2.INTER_AREA), small(frame.mask, cv2.INTER_NEAREST), small(frame.depth_m, cv2.INTER_NEAREST)
+
+
+def _grey(rgb: np.ndarray) -> np.ndarray:
+    return cv2.cvtColor(np.ascontiguousarray(rgb, np.float32), cv2.COLOR_RGB2GRAY)

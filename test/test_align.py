@@ -1,0 +1,169 @@
+"""Alignment with a render recovers a known motion, says when it cannot, and keeps to the pose as given; the mapper's maps are better for it."""
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+
+from spirula_gpu.align import Seen, align, exp_se3, log_se3
+from spirula_gpu.camera import Camera, Frame
+from spirula_gpu.config import Config, replaced
+from spirula_gpu.mapper import Mapper
+from spirula_gpu.refine import mean_correction
+
+CAMERA = Camera(80, 60, 65.0, 65.0, 40.0, 30.0)
+SIGMA_M, SIGMA_RAD = 0.02, np.radians(1.0)
+CONFIG = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 1, "train.steps_per_frame": 20, "gate.min_sharpness": 0.0, "refine.exposure": False, "refine.pose": True})
+
+
+def _texture() -> np.ndarray:
+    """[600,600,3] grey levels with detail of every size, 100 a metre."""
+    rng = np.random.default_rng(0)
+    noise = rng.random((600, 600, 3)).astype(np.float32)
+    image = sum(s * cv2.GaussianBlur(noise, (0, 0), s) for s in (3, 6, 12, 24))
+    return ((image - image.mean()) / image.std() * 40 + 120).clip(10, 240)
+
+
+TEXTURE = _texture()
+
+
+def wall(T_world_cam: np.ndarray, camera: Camera = CAMERA) -> tuple[np.ndarray, np.ndarray]:
+    """rgb [H,W,3] float32 0..255 and depth_m [H,W] float32 of a wall in relief, about 2 m ahead of the origin."""
+    v, u = np.mgrid[:camera.height, :camera.width]
+    ray = np.stack([(u + 0.5 - camera.cx) / camera.fx, (v + 0.5 - camera.cy) / camera.fy, np.ones(u.shape)], -1)
+    turned_ray, t, z = ray @ T_world_cam[:3, :3].T, T_world_cam[:3, 3], np.full(u.shape, 2.0)
+    for _ in range(60):
+        X = t + turned_ray * z[..., None]
+        z = z + (2 + 0.3 * np.sin(2 * X[..., 0]) * np.cos(1.5 * X[..., 1]) - X[..., 2]) / turned_ray[..., 2]
+    X = (t + turned_ray * z[..., None]).astype(np.float32)
+    return cv2.remap(TEXTURE, (X[..., 0] + 3) * 100, (X[..., 1] + 3) * 100, cv2.INTER_LINEAR), z.astype(np.float32)
+
+
+def seen(T: np.ndarray, depth: bool = True) -> Seen:
+    rgb, z = wall(T)
+    return Seen(cv2.cvtColor(rgb, cv2.COLOR_RGB2GRAY), z if depth else None, np.ones(z.shape, bool))
+
+
+def motions(n: int, seed: int = 1) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [exp_se3(np.concatenate([rng.normal(0, SIGMA_M, 3), rng.normal(0, SIGMA_RAD, 3)])) for _ in range(n)]
+
+
+# ---- one alignment -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["colour and depth", "colour", "darker"])
+def test_a_small_motion_is_recovered(kind):
+    for D in motions(5):
+        image = seen(np.linalg.inv(D), depth=kind == "colour and depth")
+        if kind == "darker":
+            image = image._replace(grey=0.5 * image.grey + 12)
+        found = align(image, seen(np.eye(4)), CAMERA, np.eye(4), 1.0, 1.0)
+        error = log_se3(found.T @ np.linalg.inv(D))
+        assert np.abs(error[:3]).max() < 2e-3 and np.degrees(np.abs(error[3:]).max()) < 0.05 and found.after < 0.5 * found.before
+
+
+def test_outliers_do_not_matter():
+    D = motions(1)[0]
+    image = seen(np.linalg.inv(D), depth=False)
+    image.grey[10:22, 20:35] = 250   # somebody is in the way
+    error = log_se3(align(image, seen(np.eye(4)), CAMERA, np.eye(4), SIGMA_M, SIGMA_RAD).T @ np.linalg.inv(D))
+    assert np.abs(error[:3]).max() < 6e-3 and np.degrees(np.abs(error[3:]).max()) < 0.2
+
+
+def test_without_texture_or_overlap_it_says_so():
+    flat = seen(np.eye(4))
+    flat = flat._replace(grey=np.full_like(flat.grey, 90))
+    assert align(flat, flat, CAMERA, np.eye(4), SIGMA_M, SIGMA_RAD) == "texture"
+    little = seen(np.eye(4))
+    little.valid[:, 12:] = False
+    assert align(seen(np.eye(4)), little, CAMERA, np.eye(4), SIGMA_M, SIGMA_RAD) == "overlap"
+    hidden = seen(np.eye(4))
+    hidden.valid[:] = False
+    assert align(hidden, seen(np.eye(4)), CAMERA, np.eye(4), SIGMA_M, SIGMA_RAD) == "overlap"
+
+
+def test_what_the_image_does_not_say_comes_from_the_anchor():
+    """Upright stripes on a plane say nothing about height; a pose that is said to be exact stays."""
+    stripes = np.tile(120 + 60 * np.sin(np.arange(80) * 0.35).astype(np.float32), (60, 1))
+    plane = Seen(stripes, np.full((60, 80), 2, np.float32), np.ones((60, 80), bool))
+    prior = exp_se3(np.array([0, 0.03, 0, 0, 0, 0]))
+    found = align(plane._replace(depth_m=None), plane, CAMERA, prior, SIGMA_M, SIGMA_RAD)
+    assert found.T[1, 3] == pytest.approx(0.03, abs=3e-3) and abs(found.T[0, 3]) < 3e-3
+    D = motions(1)[0]
+    held = align(seen(np.linalg.inv(D)), seen(np.eye(4)), CAMERA, np.eye(4), 1e-6, 1e-6)
+    assert np.abs(log_se3(held.T)).max() < 1e-4
+
+
+# ---- the mean of all corrections -----------------------------------------------------------------------------------------
+
+def test_the_mean_correction_undoes_a_common_motion_and_leaves_scatter():
+    common, rng = exp_se3(np.array([0.1, -0.05, 0.2, 0.05, 0.02, -0.04])), np.random.default_rng(0)
+    given = np.stack([exp_se3(np.concatenate([rng.uniform(-1, 1, 3), rng.uniform(-0.3, 0.3, 3)])) for _ in range(40)])
+    G = mean_correction(np.linalg.inv(common) @ given, given, 1e3, 1e3)
+    assert np.allclose(G, common, atol=2e-3)
+    scattered = np.stack([T @ m for T, m in zip(given, motions(40))])
+    assert np.abs([log_se3(g) for g in mean_correction(scattered, given, 1e3, 1e3)]).max() < 0.02
+    alone = mean_correction(scattered, given, 1e-6, 1e-6)   # nobody is near: each goes back to its own
+    assert np.allclose(alone @ scattered, given, atol=1e-6)
+
+
+
+# ---- the mapper ----------------------------------------------------------------------------------------------------------
+
+def stream(n: int, disturbed: bool, gain=lambda i: 1.0, seed: int = 2) -> list[Frame]:
+    """Along the wall, every fourth held out and where it is said to be."""
+    frames = []
+    for i, D in enumerate(motions(n, seed)):
+        T = exp_se3(np.array([0.03 * i - 0.2, 0.02 * np.sin(i), 0, 0.01 * np.sin(i), 0.02 * np.cos(i), 0]))
+        rgb, z = wall(T)
+        frames.append(Frame(10**9 + i * 10**8, CAMERA, T @ D if disturbed and i % 4 != 3 else T, np.clip(np.rint(rgb * gain(i)), 0, 255).astype(np.uint8), z, i % 4 == 3))
+    return frames
+
+
+def mapped(frames: list[Frame], **changes) -> Mapper:
+    mapper = Mapper(replaced(CONFIG, {k.replace("__", "."): v for k, v in changes.items()}))
+    for frame in frames:
+        mapper.ledger.arrived()
+        mapper.submit(frame)
+        mapper.run_due()
+    return mapper
+
+
+def heldout(mapper: Mapper) -> float:
+    return float(np.mean([h.psnr for h in mapper.evaluate()]))
+
+
+def pose_error_deg(mapper: Mapper, truth: list[Frame]) -> float:
+    at = {f.stamp_ns: f.T_world_cam for f in truth}
+    return float(np.degrees(np.mean([np.linalg.norm(log_se3(np.linalg.inv(at[k.frame.stamp_ns]) @ k.frame.T_world_cam)[3:]) for k in mapper._keyframes])))
+
+
+def test_a_map_from_disturbed_poses_is_better_with_refinement():
+    truth, disturbed = stream(24, False), stream(24, True)
+    off, on = mapped(disturbed, refine__pose=False), mapped(disturbed)
+    clean = heldout(mapped(truth, refine__pose=False))
+    lost, still = clean - heldout(off), clean - heldout(on)
+    assert lost > 2 and still < 0.75 * lost, (clean, lost, still)
+    assert pose_error_deg(on, truth) < 0.6 * pose_error_deg(off, truth)
+    status = on.status()
+    assert status.poses_refined > 20 and off.status().poses_refined == off.status().poses_refused == 0
+
+
+def test_good_poses_stay_good():
+    truth = stream(24, False)
+    on = mapped(truth)
+    assert pose_error_deg(on, truth) < 0.25
+    assert heldout(on) > heldout(mapped(truth, refine__pose=False)) - 0.5
+
+
+def test_a_frame_that_is_elsewhere_keeps_its_pose_and_is_counted():
+    frames = stream(8, False)
+    rng = np.random.default_rng(0)
+    mapper = mapped(frames[:7])
+    refused = mapper.status().poses_refused
+    stranger = replace(frames[7], held_out=False, rgb=np.full_like(frames[7].rgb, 80) + rng.integers(0, 2, frames[7].rgb.shape, np.uint8), depth_m=None)
+    mapper.ledger.arrived()
+    mapper.submit(stranger)
+    mapper.tick()   # arrives, with no step on it yet
+    newest = mapper._keyframes.newest
+    assert newest.frame.stamp_ns == stranger.stamp_ns and mapper.status().poses_refused > refused
