@@ -19,10 +19,13 @@ from .checkpoint_file import CheckpointError, Reader
 from .config import Config
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
+from .multiview import MultiView
 from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, MeshError, Output
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
 from .trainer import Trainer, refused
+
+ENDED_S = 3.0   # without a new frame: keyframes do not wait for better neighbours any more
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class Mapper:
                               threads=e.threads, device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision)
         self.backend = self._engine.backend
         self._trainer, self._output = Trainer(self._engine, self.config), Output(self._engine, self.config)
-        self._keyframes = Keyframes(e.seed)
+        self._keyframes, self._multiview = Keyframes(e.seed), MultiView(self._engine)
         self._held_out: list[Frame] = []
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = 0
@@ -153,7 +156,7 @@ class Mapper:
         self._problem, self._unsaved, self._budget_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
-        self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
+        self._last = dict(frame=0.0, render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
         self._tell()
 
     def _work(self) -> None:
@@ -172,6 +175,7 @@ class Mapper:
         """One unit of work: commands, one frame, a few steps, housekeeping, a snapshot. False: nothing was to do."""
         busy = self._run_commands()
         busy |= self._take_frame()
+        busy |= self._triangulate(ended=time.monotonic() - self._last["frame"] > ENDED_S)
         busy |= self._train()
         busy |= self._publish()
         self._save_if_due()
@@ -181,10 +185,14 @@ class Mapper:
         """Inline mode: until the inbox and the due steps are empty. Idle training is left out."""
         while len(self._inbox) or self._due > 0:
             self.tick()
+        while self._triangulate():
+            pass
 
     def train(self, seconds: float | None = None, steps: int | None = None, progress=None) -> int:
         """Inline mode: refine for so long or so many steps; returns the steps made."""
         begin, made = time.monotonic(), 0
+        while self._triangulate(ended=True):
+            pass
         while self._keyframes and (steps is None or made < steps) and (seconds is None or time.monotonic() - begin < seconds):
             self._steps(1)
             made += 1
@@ -225,7 +233,8 @@ class Mapper:
         except Exception:
             self.ledger.dropped("error")
             raise
-        self._latency_ms = 1e3 * (time.monotonic() - arrival)
+        self._last["frame"] = time.monotonic()
+        self._latency_ms = 1e3 * (self._last["frame"] - arrival)
         self._due += self.config.train.steps_per_frame
         self.ledger.used()
         self._tell()
@@ -241,8 +250,18 @@ class Mapper:
         if not self._keyframes:
             self._budget_hint = self._hint_of_budget(frame.camera)
         self._next_id += 1
-        self._trainer.insert(keyframe)
+        if frame.depth_m is None:
+            self._multiview.wait(keyframe)
+        else:
+            self._trainer.insert(keyframe, frame.depth_m)
         self._keyframes.add(keyframe, self.config.train)
+
+    def _triangulate(self, ended: bool = False) -> bool:
+        """Depth from several views, and Gaussians from that, where keyframes wait for it: at most one sweep."""
+        found = self._multiview.step(self._keyframes, ended) if self._multiview.waiting else None
+        for keyframe, depth_m in found or ():
+            self._trainer.insert(keyframe, depth_m)
+        return found is not None
 
     def _hint_of_budget(self, camera: Camera) -> str:
         """That the budget will end the map's growth before engine.max_gaussians does; empty: it will not."""
@@ -334,7 +353,7 @@ class Mapper:
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
             heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, latency_ms=self._latency_ms, last_error=self._error,
-            hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved, self._budget_hint) if text)))
+            hint="; ".join(text for text in (self._trainer.hint, self._multiview.hint, self._problem, self._unsaved, self._budget_hint) if text)))
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""

@@ -88,17 +88,14 @@ class Trainer:
                      lr_logit_opacity=t.lr_logit_opacity, lr_sh0=t.lr_sh0, lr_sh_rest=t.lr_sh_rest, beta1=t.beta1, beta2=t.beta2, eps=ADAM_EPS,
                      ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
 
-    def insert(self, keyframe: Keyframe) -> int:
-        """New Gaussians from the keyframe's depth. At the limit the weakest make room, then the new ones come more sparsely;
-        `hint` says so. Returns how many came."""
+    def insert(self, keyframe: Keyframe, depth_m: np.ndarray) -> int:
+        """New Gaussians from depth_m [H,W], the keyframe's own or of several views. At the limit the weakest make room, then the new
+        ones come more sparsely; `hint` says so. Returns how many came."""
         frame, spacing, gain = keyframe.frame, self.config.insert.hole_spacing_px, self.config.insert.detail_gain
-        if frame.depth_m is None:
-            self.hint = "frames come without depth: they train the map, but Gaussians are only made from depth"
-            return 0
         self.hint = ""
         for attempt in range(ROOM_ATTEMPTS):
             try:
-                n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, frame.depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
+                n = self.engine.insert(keyframe.view(self.engine.sh_degree), frame.rgb, depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
                 self._unsorted += n
                 self._gave = max(self._gave - 1, 0)
                 if not len(self.engine):
