@@ -260,6 +260,7 @@ class Mapper:
         """Depth from several views, and Gaussians from that, where keyframes wait for it: at most one sweep."""
         found = self._multiview.step(self._keyframes, ended) if self._multiview.waiting else None
         for keyframe, depth_m in found or ():
+            self._trainer.measure_unit(depth_m)
             self._trainer.insert(keyframe, depth_m)
         return found is not None
 
@@ -401,6 +402,10 @@ class Mapper:
             else:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
         self._trainer.resume(facts["trainer"], self._keyframes)
+        owners = set(np.unique(self._engine.read("map.owner")).tolist())
+        for keyframe in self._keyframes:   # that own nothing: they still wait for depth, or have shown nothing new
+            if keyframe.frame.depth_m is None and keyframe.id not in owners:
+                self._multiview.wait(keyframe)
         self._keyframes.random = facts["keyframes"]
         self._due, self._next_id, self._evaluated = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated"))
         gated, counts = checkpoint.read_gate(reader), checkpoint.read_counts(reader)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from .align import aligned
 from .camera import Camera
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, SweepParams
@@ -19,6 +20,7 @@ MAX_PX = 800 * 600    # of the image that is swept; the depth of a larger one ta
 STEP_PX = 1.0         # of disparity between planes, where it is largest
 PLANES = (16, 160)
 MAX_SHIFT = 0.35      # of the image's longest edge: the largest disparity that is searched
+NEAR = 0.4            # .. or depths from this share of the median depth that is expected
 MIN_SHIFT_PX = 2.0    # of disparity at the median depth, in the coarse image: less is no depth
 MIN_SHARE = 0.1       # of the pixels must have a depth
 MIN_NCC, MIN_MARGIN = 0.6, 0.03  # as in spl_sweep_params
@@ -27,14 +29,15 @@ ENOUGH = 0.5          # .. and with which it is swept once there will hardly be 
 PATIENCE = 12         # newer keyframes later
 GIVE_UP = 40          # newer keyframes after which it gets no depth
 KEPT = 64             # newest depths that others are compared with
-TOLERANCE = 0.03      # share by which depths that agree differ at most
-ANGLES = 5.0, 15.0, 12.0  # deg between the rays to a point: full score from .. to ..; falls off with the third
+TOLERANCE = 0.02, 0.15  # share by which depths that agree differ at most: 3 times what they differ by here, within these
+ANGLES = 4.0, 10.0, 8.0  # deg between the rays to a point: full score from .. to ..; falls off with the third
 
 
 class Swept(NamedTuple):
     depth_m: np.ndarray     # [h,w] float32, 0 = unknown: before it was compared with others
     K: np.ndarray           # [3,3] of the image that was swept
     median_m: float
+    T: dict[int, np.ndarray]  # T_view_ref [4,4] of the views by their keyframe's id, as the sweep had them
 
 
 class MultiView:
@@ -91,18 +94,23 @@ class MultiView:
             others.sort(key=lambda k: -np.linalg.norm(k.frame.T_world_cam[:3, 3] - T[:3, 3]))
             swept, shift_px = self._coarse(keyframe, others[:VIEWS]) if others else (None, None)
             self.shift_px = shift_px if shift_px is not None else self.shift_px
-            if swept and shift_px >= MIN_SHIFT_PX:
-                self._keep(keyframe, swept)   # its neighbours were not the best: it is swept again
+            if not swept or shift_px < MIN_SHIFT_PX:
+                continue
+            views, score = self._neighbours(keyframe, [k for k in self._waiting if k is not keyframe], swept.median_m, VIEWS)
+            again = self._sweep(keyframe, views, swept.median_m) if score >= ENOUGH else None
+            if again and abs(np.log(again.median_m / swept.median_m)) < np.log(1.3):  # the best neighbours for that depth say the same
+                self._keep(keyframe, again)
                 return True
         return False
 
     def _sweep_one(self, keyframes: list[Keyframe], ended: bool) -> bool:
         for keyframe in self._waiting:
             age = GIVE_UP if ended else self._newest - keyframe.id
-            views, score = self._neighbours(keyframe, [k for k in keyframes if k is not keyframe], self._guess(keyframe), VIEWS)
+            guess_m = self._guess(keyframe)
+            views, score = self._neighbours(keyframe, [k for k in keyframes if k is not keyframe], guess_m, VIEWS)
             if score >= READY or (score >= ENOUGH and age >= PATIENCE):
                 self._waiting.remove(keyframe)
-                swept = self._sweep(keyframe, views)
+                swept = self._sweep(keyframe, views, guess_m)
                 if swept:
                     self._keep(keyframe, swept)
                     self._unchecked.append(keyframe)
@@ -127,12 +135,20 @@ class MultiView:
             if not views:
                 self.given_up += 1
                 continue
-            known = [(*self._swept[k.id][1][:2], relative(k, keyframe)) for k in views]
-            mean, count = self._engine.agree(own.depth_m, own.K, known, TOLERANCE)
+            known = [(*self._swept[k.id][1][:2], self._relative(k, keyframe)) for k in views]
+            mean, count = self._engine.agree(own.depth_m, own.K, known, TOLERANCE[1])
+            differ = np.abs(mean - own.depth_m)[count > 0] / own.depth_m[count > 0]
+            tolerance = float(np.clip(3 * np.median(differ), *TOLERANCE)) if len(differ) else TOLERANCE[1]
+            mean, count = self._engine.agree(own.depth_m, own.K, known, tolerance)
             mean[count < (2 if len(views) > 2 else 1)] = 0
             camera = keyframe.frame.camera
             out.append((keyframe, cv2.resize(mean, (camera.width, camera.height), interpolation=cv2.INTER_NEAREST)))
         return out
+
+    def _relative(self, view: Keyframe, ref: Keyframe) -> np.ndarray:
+        """T_view_ref as one of their sweeps had it, else as the poses say."""
+        ours, theirs = self._swept[ref.id][1].T, self._swept[view.id][1].T
+        return ours[view.id] if view.id in ours else np.linalg.inv(theirs[ref.id]) if ref.id in theirs else relative(view, ref)
 
     def _keep(self, keyframe: Keyframe, swept: Swept) -> None:
         self._swept[keyframe.id] = keyframe, swept
@@ -166,38 +182,45 @@ class MultiView:
         return [others[i] for i in taken], total
 
     # ---- one sweep ---------------------------------------------------------------------------------------------------------
-    def _coarse(self, keyframe: Keyframe, views: list[Keyframe]) -> tuple[Swept | None, float | None]:
-        """All depths up to MAX_SHIFT, in a small image; and the disparity at the median depth, px, where one was found."""
+    def _coarse(self, keyframe: Keyframe, views: list[Keyframe], T: list[np.ndarray] | None = None, guess_m: float = np.inf) -> tuple[Swept | None, float | None]:
+        """All depths from infinity to a disparity of MAX_SHIFT or a share NEAR of the guessed depth, in a small image; and the disparity at
+        the median depth, px, where one was found."""
         pictures, longest = [picture(k, COARSE_PX) for k in (keyframe, *views)], max(keyframe.frame.camera.width, keyframe.frame.camera.height)
-        T = [relative(k, keyframe) for k in views]
+        T = T or [relative(k, keyframe) for k in views]
         rate = max(shift_per_inv(pictures[0][1], camera, t) for (_, camera), t in zip(pictures[1:], T))
         if not rate > 1e-9:
             return None, 0.0
-        shift = MAX_SHIFT * min(longest, COARSE_PX)
-        swept = self._at(pictures, T, 0.0, shift / rate, rate)
+        swept = self._at(pictures, views, T, 0.0, max(MAX_SHIFT * min(longest, COARSE_PX) / rate, 1 / (NEAR * guess_m)), rate)
         return swept, rate / swept.median_m if swept else None
 
-    def _sweep(self, keyframe: Keyframe, views: list[Keyframe]) -> Swept | None:
+    def _sweep(self, keyframe: Keyframe, views: list[Keyframe], guess_m: float) -> Swept | None:
         """Coarse for the range of depth, then at full size within it. None: the images do not say."""
-        coarse, shift_px = self._coarse(keyframe, views)
+        coarse, shift_px = self._coarse(keyframe, views, guess_m=guess_m)
         camera = keyframe.frame.camera
         longest = max(camera.width, camera.height)
-        if coarse is None or shift_px < MIN_SHIFT_PX or longest <= COARSE_PX:
-            return coarse if coarse and shift_px >= MIN_SHIFT_PX else None
+        if coarse is None or shift_px < MIN_SHIFT_PX:
+            return None
+        (gray, small), *others = [picture(k, COARSE_PX) for k in (keyframe, *views)]
+        T = aligned(gray, small, coarse.depth_m, [(g, c, coarse.T[k.id]) for (g, c), k in zip(others, views)])
+        coarse, shift_px = self._coarse(keyframe, views, T, guess_m)
+        if coarse is None or shift_px < MIN_SHIFT_PX:
+            return None
+        if longest <= COARSE_PX:
+            return coarse
         inv = 1 / coarse.depth_m[coarse.depth_m > 0]
         low, high = np.percentile(inv, [1, 99])
         pictures = [picture(k, longest * min(1.0, (MAX_PX / (camera.width * camera.height))**0.5)) for k in (keyframe, *views)]
-        T = [relative(k, keyframe) for k in views]
+        T = [coarse.T[k.id] for k in views]
         rate = max(shift_per_inv(pictures[0][1], c, t) for (_, c), t in zip(pictures[1:], T))
-        return self._at(pictures, T, low / 1.25, high * 1.25, rate)
+        return self._at(pictures, views, T, low / 1.25, high * 1.25, rate)
 
-    def _at(self, pictures, T, min_inv: float, max_inv: float, rate: float) -> Swept | None:
+    def _at(self, pictures, views, T, min_inv: float, max_inv: float, rate: float) -> Swept | None:
         (gray, camera), *others = pictures
         n = int(np.clip(np.ceil((max_inv - min_inv) * rate / STEP_PX) + 1, *PLANES))
         params = SweepParams(min_inv=min_inv, max_inv=max_inv, n_planes=n, min_ncc=MIN_NCC, min_margin=MIN_MARGIN)
         depth_m, _ = self._engine.sweep(gray, camera.K, [(g, c.K, t) for (g, c), t in zip(others, T)], params)
         known = depth_m[depth_m > 0]
-        return Swept(depth_m, camera.K, float(np.median(known))) if len(known) >= MIN_SHARE * depth_m.size else None
+        return Swept(depth_m, camera.K, float(np.median(known)), {k.id: t for k, t in zip(views, T)}) if len(known) >= MIN_SHARE * depth_m.size else None
 
 
 def picture(keyframe: Keyframe, longest: float) -> tuple[np.ndarray, Camera]:

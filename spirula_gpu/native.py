@@ -71,7 +71,7 @@ class Row(c.Structure):
 Workload = _struct("spl_workload", gaussians=i64, pairs=i64, isects=i64, n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, train=c.c_int32)
 
 Photo = _struct("spl_photo", width=c.c_int32, height=c.c_int32, gray=u8p, depth=f32p, K=f32p, T_photo_ref=f32p)
-SweepParams = _struct("spl_sweep_params", min_inv=c.c_float, max_inv=c.c_float, n_planes=c.c_int32, min_ncc=c.c_float, min_margin=c.c_float, kind=c.c_int32,
+SweepParams = _struct("spl_sweep_params", min_inv=c.c_float, max_inv=c.c_float, n_planes=c.c_int32, min_ncc=c.c_float, min_margin=c.c_float, reserved=c.c_int32,
                       prior_inv=f32p, prior_half=f32p)
 
 P = c.POINTER
@@ -462,7 +462,7 @@ class Engine:
 
     def agree(self, depth_m, K, views, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
         """Where the reference's depth_m [H,W] float32 (0 = unknown) and those of `views`, (depth_m [h,w], K, T_view_ref) each, agree within
-        `tolerance` (share of the depth) and a pixel: the mean depth [H,W], 0 where none agrees, and by how many views [H,W] uint8."""
+        `tolerance` (share of the depth) and 2 pixels: the mean depth [H,W], 0 where none agrees, and by how many views [H,W] uint8."""
         ref, photos, _alive = self._photos(depth_m, K, views, "depth", np.float32)
         mean, count = np.empty((ref.height, ref.width), np.float32), np.empty((ref.height, ref.width), np.uint8)
         self._check(self._lib.spl_agree(self._ctx, c.byref(ref), len(photos), photos, tolerance, pointer(mean), pointer(count)))

@@ -1,5 +1,5 @@
 // sweep.cpp: see sweep.h. The cost of a plane at a pixel is 1 - ZNCC of 5x5 windows, which knows neither gain nor offset of the exposure, averaged over
-// the better half of the views, which leaves out those that do not see the surface. Integers throughout, so that nothing depends on the threads.
+// the better half of the views, which leaves out those that do not see the surface. Sums are integers and no job reads what another writes, so that nothing depends on the threads.
 #include "sweep.h"
 #include <algorithm>
 #include <atomic>
@@ -11,8 +11,8 @@
 
 namespace spl {
 
-constexpr int R = 2, BAND = 16;           // half of the window; rows of a job
-constexpr int COST_MAX = 254, UNSEEN = 255; // of one view: ZNCC <= 0; the pixel is outside of it
+constexpr int R = 2, N = (2 * R + 1) * (2 * R + 1), BAND = 16;  // half of the window, its pixels; rows of a job
+constexpr int COST_MAX = 254, UNSEEN = 255;  // of one view: ZNCC <= 0; the pixel is outside of it
 constexpr float NOISE = 2.0f;             // levels: variance of an image that is no texture
 constexpr int P1 = 16, P2 = 96;           // a step of one plane, of more, where the image has no edge
 
@@ -64,7 +64,7 @@ static std::vector<uint32_t> quads(const spl_photo& p) {
   return out;
 }
 
-// Row y of the view, seen through the plane at inverse depth w. seen: 255 outside of the view, else 0.
+// Row y of the view, seen through the plane at inverse depth w. outside: 255 where the view does not see it, else 0.
 SPL_HOT static void warp_row(const Warp& m, const uint32_t* __restrict quad, float w, int y, int width, uint8_t* __restrict out, uint8_t* __restrict outside) {
   const float v = y + 0.5f;
   const float x0 = m.A[1] * v + m.A[2] + m.b[0] * w, y0 = m.A[4] * v + m.A[5] + m.b[1] * w, z0 = m.A[7] * v + m.A[8] + m.b[2] * w;
@@ -98,10 +98,6 @@ static void pad_row(uint8_t* row, int width) {  // the row begins at row + R
   memset(row + R + width, row[R + width - 1], R);
 }
 
-constexpr int N = (2 * R + 1) * (2 * R + 1);
-
-struct Columns { std::vector<int32_t> b, bb, ab; };  // sums over 2R+1 rows
-
 SPL_HOT static void add_row(const uint8_t* __restrict a, const uint8_t* __restrict b, int n, int sign, int32_t* __restrict sb, int32_t* __restrict sbb, int32_t* __restrict sab) {
   for (int i = 0; i < n; ++i) {
     const int32_t p = a[i], q = sign * (int32_t)b[i];
@@ -120,19 +116,6 @@ SPL_HOT static void zncc_row(const int32_t* __restrict sb, const int32_t* __rest
     const int c = (int)(COST_MAX * (1.0f - good) + 0.5f);
     cost[i] = (uint8_t)(c | outside[i]);
   }
-}
-
-SPL_HOT static void census_row(const Patch& patch, const uint8_t* warped, int y, const uint8_t* __restrict outside, uint8_t* __restrict cost) {
-  const int width = patch.width, stride = patch.stride;
-  memset(cost, 0, width);
-  const uint8_t *ac = &patch.rows[(y + R) * stride + R], *bc = warped + (y + R) * stride + R;
-  for (int dy = -R; dy <= R; ++dy)
-    for (int dx = -R; dx <= R; ++dx) {
-      if (!dx && !dy) continue;
-      const uint8_t *a = ac + dy * stride + dx, *b = bc + dy * stride + dx;
-      for (int i = 0; i < width; ++i) cost[i] += (uint8_t)((a[i] > ac[i]) != (b[i] > bc[i]));
-    }
-  for (int i = 0; i < width; ++i) cost[i] = (uint8_t)(std::min(COST_MAX, cost[i] * 16) | outside[i]);
 }
 
 // Keeps the `keep` lowest costs of each pixel in order; best [keep][width].
@@ -193,7 +176,7 @@ static Patch patch_of(const spl_photo& ref, int y0) {
 
 // The costs of rows y0 .. y0 + BAND - 1 at all planes.
 static void cost_band(const Sweep& s, int y0, Volume& v) {
-  const int W = v.width, rows = std::min(BAND, v.height - y0), n = (int)s.warps.size(), keep = (s.p.kind & 2) ? n : (n + 1) / 2;
+  const int W = v.width, rows = std::min(BAND, v.height - y0), n = (int)s.warps.size(), keep = (n + 1) / 2;
   const Patch patch = patch_of(s.ref, y0);
   std::vector<uint8_t> warped((size_t)(BAND + 2 * R) * patch.stride), outside((size_t)(BAND + 2 * R) * W), cost(W), best((size_t)keep * BAND * W);
   std::vector<int32_t> columns(3 * (size_t)patch.stride);
@@ -210,8 +193,7 @@ static void cost_band(const Sweep& s, int y0, Volume& v) {
       for (int i = 0; i < 2 * R; ++i) add_row(&patch.rows[(size_t)i * patch.stride], &warped[(size_t)i * patch.stride], patch.stride, 1, sb, sbb, sab);
       for (int y = 0; y < rows; ++y) {
         add_row(&patch.rows[(size_t)(y + 2 * R) * patch.stride], &warped[(size_t)(y + 2 * R) * patch.stride], patch.stride, 1, sb, sbb, sab);
-        if (s.p.kind & 1) census_row(patch, warped.data(), y, &outside[(size_t)(y + R) * W], cost.data());
-        else zncc_row(sb, sbb, sab, &patch.sum[(size_t)y * W], &patch.spread[(size_t)y * W], &outside[(size_t)(y + R) * W], W, cost.data());
+        zncc_row(sb, sbb, sab, &patch.sum[(size_t)y * W], &patch.spread[(size_t)y * W], &outside[(size_t)(y + R) * W], W, cost.data());
         add_row(&patch.rows[(size_t)y * patch.stride], &warped[(size_t)y * patch.stride], patch.stride, -1, sb, sbb, sab);
         insert_cost(cost.data(), W, keep, &best[(size_t)y * W], (int64_t)BAND * W);
       }
@@ -237,8 +219,6 @@ static void apply_prior(const Sweep& s, Volume& v, int y) {
 
 // ---- aggregation ---------------------------------------------------------------------------------------------------------
 constexpr uint16_t FAR = 0x3fff;
-
-struct Path { uint16_t* line; uint16_t least; };  // line [16 + depth + 16]: cost of the best way to each plane of the last pixel
 
 SPL_HOT static void step_path(const uint8_t* __restrict cost, const uint16_t* __restrict last, uint16_t least, int jump, int depth, uint16_t* __restrict next, uint16_t* __restrict sum, uint16_t* least_out) {
   const uint16_t any = (uint16_t)(least + jump);
@@ -309,7 +289,7 @@ static void choose_row(const Sweep& s, const Volume& v, int y, float* depth_m, f
     if (ncc < s.p.min_ncc || margin < s.p.min_margin) continue;
     // paths prefer whole planes and pull towards neighbours: the part of a plane is that of the pixel's own costs, where they have their valley here
     float a = raw[k - 1], b = raw[k], d = raw[k + 1];
-    if (b > a || b > d || (s.p.kind & 8)) { a = c[k - 1]; b = c[k]; d = c[k + 1]; }
+    if (b > a || b > d) { a = c[k - 1]; b = c[k]; d = c[k + 1]; }
     const float bend = a + d - 2 * b;
     if (!(bend > 0)) continue;
     const float w = s.inv(k + std::clamp(0.5f * (a - d) / bend, -0.5f, 0.5f));
@@ -331,12 +311,13 @@ void sweep(const spl_photo& ref, int n_views, const spl_photo* views, const spl_
   v.sum.assign(v.cost.size(), 0);
   parallel(threads, (v.height + BAND - 1) / BAND, [&](int64_t b) { cost_band(s, (int)b * BAND, v); });
   parallel(threads, v.height, [&](int64_t y) { apply_prior(s, v, (int)y); });
-  if (p.kind & 4) for (size_t i = 0; i < v.sum.size(); ++i) v.sum[i] = 4 * v.cost[i];
-  else aggregate(ref, threads, v);
+  aggregate(ref, threads, v);
   parallel(threads, v.height, [&](int64_t y) { choose_row(s, v, (int)y, depth_m, confidence); });
 }
 
 // ---- agreement -----------------------------------------------------------------------------------------------------------
+constexpr float BACK_PX = 2.0f;
+
 struct Point { float x, y, z; };
 static Point at_pixel(const float* K, float u, float v, float z) {
   const float y = (v - K[5]) / K[4];
@@ -370,7 +351,7 @@ void agree(const spl_photo& ref, int n_views, const spl_photo* views, float tole
         const Point q = moved_back(view.T_photo_ref, at_pixel(view.K, u, v, there));
         if (!(q.z > 0)) continue;
         const float du = (ref.K[0] * q.x + ref.K[1] * q.y) / q.z + ref.K[2] - (x + 0.5f), dv = ref.K[4] * q.y / q.z + ref.K[5] - (y + 0.5f);
-        if (du * du + dv * dv > 1.0f || !(fabsf(q.z - z) <= tolerance * z)) continue;
+        if (du * du + dv * dv > BACK_PX * BACK_PX || !(fabsf(q.z - z) <= tolerance * z)) continue;
         sum += 1 / q.z;
         ++n;
       }
