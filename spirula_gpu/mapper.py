@@ -253,6 +253,7 @@ class Mapper:
         if frame.depth_m is None:
             self._multiview.wait(keyframe)
         else:
+            self._multiview.measured(keyframe)
             self._trainer.insert(keyframe, frame.depth_m)
         self._keyframes.add(keyframe, self.config.train)
 
@@ -403,8 +404,10 @@ class Mapper:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
         self._trainer.resume(facts["trainer"], self._keyframes)
         owners = set(np.unique(self._engine.read("map.owner")).tolist())
-        for keyframe in self._keyframes:   # that own nothing: they still wait for depth, or have shown nothing new
-            if keyframe.frame.depth_m is None and keyframe.id not in owners:
+        for keyframe in self._keyframes:
+            if keyframe.frame.depth_m is not None:
+                self._multiview.measured(keyframe)
+            elif keyframe.id not in owners:   # it still waits for depth, or has shown nothing new
                 self._multiview.wait(keyframe)
         self._keyframes.random = facts["keyframes"]
         self._due, self._next_id, self._evaluated = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated"))

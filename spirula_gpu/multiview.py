@@ -15,6 +15,7 @@ from .native import Engine, SweepParams
 
 VIEWS, CHECKS = 4, 6  # neighbours that a keyframe is swept with; whose depth it is compared with
 NEAREST = 64          # keyframes nearby that neighbours are chosen from
+RECENT = 20           # newest keyframes that a first depth is looked for in
 COARSE_PX = 160       # longest edge of the image in which the range of depth is found
 MAX_PX = 800 * 600    # of the image that is swept; the depth of a larger one takes the nearest sample
 STEP_PX = 1.0         # of disparity between planes, where it is largest
@@ -57,6 +58,12 @@ class MultiView:
         self._waiting.append(keyframe)
         self._newest = keyframe.id
 
+    def measured(self, keyframe: Keyframe) -> None:
+        """It came with depth, which says how far the scene is, and what the depth of others has to agree with."""
+        depth_m, self._newest = keyframe.frame.depth_m, keyframe.id
+        if (depth_m > 0).any():
+            self._keep(keyframe, Swept(depth_m, keyframe.frame.camera.K, float(np.median(depth_m[depth_m > 0])), {}))
+
     @property
     def waiting(self) -> int:
         return len(self._waiting) + len(self._unchecked)
@@ -66,8 +73,8 @@ class MultiView:
         """Why there is no depth yet; empty: there is."""
         if self._swept or not self._waiting:
             return ""
-        seen = "there is one view yet" if self.shift_px is None else f"between the keyframes the image has moved by {self.shift_px:.1f} px of {COARSE_PX} beyond turning"
-        return (f"no depth yet for {self.waiting} frames that came without: {seen}; {MIN_SHIFT_PX:g} px are needed: move the camera sideways, by some 3 % of the "
+        seen = "there is one view yet" if self.shift_px is None else f"between the keyframes the image has moved by {self.shift_px:.1f} px of {COARSE_PX} beyond turning, or has no texture"
+        return (f"{self.waiting} keyframes came without depth and wait for it: {seen}; {MIN_SHIFT_PX:g} px are needed: move the camera sideways, by some 3 % of the "
                 "distance to the scene, check the poses, or give depth")
 
     def step(self, keyframes: Keyframes, ended: bool = False) -> list[tuple[Keyframe, np.ndarray]] | None:
@@ -75,28 +82,28 @@ class MultiView:
         ended: there is no newer keyframe to wait for."""
         there = {id(k) for k in keyframes}
         self._waiting, self._unchecked = ([k for k in known if id(k) in there] for known in (self._waiting, self._unchecked))
-        if not self._swept and not self._first(ended):
+        if not self._swept and not self._first(list(keyframes), ended):
             return None
         swept = self._sweep_one(list(keyframes), ended)
         checked = self._check(ended)
         return checked if swept or checked else None
 
     # ---- when, and with whom -------------------------------------------------------------------------------------------
-    def _first(self, ended: bool) -> bool:
+    def _first(self, keyframes: list[Keyframe], ended: bool) -> bool:
         """The first depth of all, without any idea of the scene's size: the widest baselines at hand."""
-        if self._tried == (self._newest, ended) or len(self._waiting) < 2:
+        if self._tried == (self._newest, ended) or len(keyframes) < 2:
             return False
         self._tried = (self._newest, ended)
-        recent = self._waiting[-20:]
-        for keyframe in (recent[-1], recent[len(recent) // 2], recent[0]):
+        refs, recent = self._waiting[-RECENT:], keyframes[-RECENT:]
+        for keyframe in (refs[-1], refs[len(refs) // 2], refs[0]):
             T = keyframe.frame.T_world_cam
             others = [k for k in recent if k is not keyframe and np.trace(k.frame.T_world_cam[:3, :3].T @ T[:3, :3]) > 1 + 2 * np.cos(np.radians(25))]
             others.sort(key=lambda k: -np.linalg.norm(k.frame.T_world_cam[:3, 3] - T[:3, 3]))
             swept, shift_px = self._coarse(keyframe, others[:VIEWS]) if others else (None, None)
-            self.shift_px = shift_px if shift_px is not None else self.shift_px
+            self.shift_px = shift_px or 0.0   # too small to be measured
             if not swept or shift_px < MIN_SHIFT_PX:
                 continue
-            views, score = self._neighbours(keyframe, [k for k in self._waiting if k is not keyframe], swept.median_m, VIEWS)
+            views, score = self._neighbours(keyframe, [k for k in keyframes if k is not keyframe], swept.median_m, VIEWS)
             again = self._sweep(keyframe, views, swept.median_m) if score >= ENOUGH else None
             if again and abs(np.log(again.median_m / swept.median_m)) < np.log(1.3):  # the best neighbours for that depth say the same
                 self._keep(keyframe, again)

@@ -201,7 +201,7 @@ def test_neighbours_see_the_same_from_elsewhere():
     poses = [pose(0.2), pose(), pose(2.5), pose(0.2, 0, np.pi), pose(0, 0, 0, 0.3), pose(0.3)]
     score = scores(Keyframe(0, frame(0), 0.3), [Keyframe(i, frame(0, T=T), 0.3) for i, T in enumerate(poses)], 2.0)
     assert score[0] > 0.6 and score[5] > 0.6          # to the side
-    assert score[1] == score[3] == 0                  # from the same place; the other way
+    assert max(score[1], score[3]) < 1e-3             # from the same place; the other way
     assert score[2] < 0.05 and 0 < score[4] < score[0]   # hardly any overlap; forward: small angles
 
 
@@ -222,20 +222,24 @@ def test_images_and_poses_alone_make_a_map():
         psnr[unit] = mapper.evaluate()[0].psnr
         assert len(mapper._engine) > 1000 and mapper.status().hint == "" and mapper.ledger.counts().used == 12
         assert mapper._trainer.unit_m == pytest.approx(unit or 1, rel=0.15)
-    assert psnr[None] > 22 and psnr[1.0] > psnr[None] - 1 and psnr[25.0] > psnr[None] - 1
+    assert psnr[1.0] > 27 and psnr[1.0] > psnr[None] - 2.5 and psnr[25.0] == pytest.approx(psnr[1.0], abs=1)
 
 
 def test_a_resumed_map_goes_on_waiting(tmp_path):
     config = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 2, "train.steps_per_frame": 4, "checkpoint.path": str(tmp_path / "map.ckpt")})
     mapper = Mapper(config)
-    for i in range(8):
+    for i in range(3):
         mapper.ledger.arrived()
-        mapper.submit(frame(i))
+        mapper.submit(frame(i, depth_m=photo(frame(i).T_world_cam)[1] if i < 2 else None))
         mapper.run_due()
-    waiting = {k.id for k in mapper._multiview._waiting + mapper._multiview._unchecked}
+    assert [k.id for k in mapper._multiview._waiting] == [2]   # 4 cm are too little, but may become more
     mapper.command("save_checkpoint", str(tmp_path / "map.ckpt")).result(1)
     again = Mapper(replaced(config, {"checkpoint.resume": True}))
-    owners = set(again._engine.read("map.owner").tolist())
-    assert waiting and waiting <= {k.id for k in again._multiview._waiting} and not owners & {k.id for k in again._multiview._waiting}
-    again.train(steps=1)
-    assert again._multiview.waiting == 0 and again._trainer.unit_m == mapper._trainer.unit_m
+    assert [k.id for k in again._multiview._waiting] == [2]
+    for m in (mapper, again):
+        for i in range(4, 9):
+            m.ledger.arrived()
+            m.submit(frame(i))
+            m.run_due()
+        m.train(steps=1)
+        assert 2 in m._engine.read("map.owner") and m._multiview.waiting == 0 and m._trainer.unit_m == 1
