@@ -5,7 +5,6 @@ import cv2
 import numpy as np
 import pytest
 
-import spirula_gpu.multiview as multiview
 from spirula_gpu.align import aligned
 from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.config import Config, TrainConfig, replaced
