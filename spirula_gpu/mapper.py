@@ -21,13 +21,17 @@ from .correct import Corrected, PathError, Track, motions
 from .formats import read_start_map
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
+from .multiview import MultiView
 from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, MeshError, Output
 from .ply import check_path
+from .points import fill
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport
 from .splats import FormatError
 from .trainer import Trainer, refused
 from .trajectory import write_poses
+
+ENDED_S = 3.0   # without a new frame: keyframes do not wait for better neighbours any more
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class Mapper:
                               threads=e.threads, device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision)
         self.backend = self._engine.backend
         self._trainer, self._output = Trainer(self._engine, self.config), Output(self._engine, self.config)
-        self._keyframes = Keyframes(e.seed)
+        self._keyframes, self._multiview = Keyframes(e.seed), MultiView(self._engine)
         self._held_out: list[Frame] = []
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = self._corrections = 0
@@ -170,7 +174,7 @@ class Mapper:
         self._problem, self._unsaved, self._budget_hint, self._path_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
-        self._last = dict(render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
+        self._last = dict(frame=0.0, render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
         self._tell()
 
     def _work(self) -> None:
@@ -189,6 +193,7 @@ class Mapper:
         """One unit of work: commands, one frame, a few steps, housekeeping, a snapshot. False: nothing was to do."""
         busy = self._run_commands()
         busy |= self._take_frame()
+        busy |= self._triangulate(ended=time.monotonic() - self._last["frame"] > ENDED_S)
         busy |= self._train()
         busy |= self._publish()
         self._save_if_due()
@@ -198,11 +203,15 @@ class Mapper:
         """Inline mode: until the inbox and the due steps are empty. Idle training is left out."""
         while len(self._inbox) or self._due > 0:
             self.tick()
+        while self._triangulate():
+            pass
         self._tell()   # the caller counts steps
 
     def train(self, seconds: float | None = None, steps: int | None = None, progress=None) -> int:
         """Inline mode: refine for so long or so many steps; returns the steps made."""
         begin, made = time.monotonic(), 0
+        while self._triangulate(ended=True):
+            pass
         while self._keyframes and (steps is None or made < steps) and (seconds is None or time.monotonic() - begin < seconds):
             self._steps(1)
             made += 1
@@ -243,7 +252,8 @@ class Mapper:
         except Exception:
             self.ledger.dropped("error")
             raise
-        self._latency_ms = 1e3 * (time.monotonic() - arrival)
+        self._last["frame"] = time.monotonic()
+        self._latency_ms = 1e3 * (self._last["frame"] - arrival)
         self._due += self.config.train.steps_per_frame
         self.ledger.used()
         self._tell()
@@ -265,10 +275,22 @@ class Mapper:
         self._next_id += 1
         self._owners.append(frame.stamp_ns)
         self._trainer.refine(keyframe)
-        self._trainer.insert(keyframe)
+        if frame.depth_m is None:
+            self._multiview.wait(keyframe)
+        else:
+            self._multiview.measured(keyframe)
+            self._trainer.insert(keyframe, fill(frame.depth_m))
         self._keyframes.add(keyframe, self.config.train)
         self._trainer.refinement.centre(self._keyframes)
         self._trainer.refinement.level(self._keyframes)
+
+    def _triangulate(self, ended: bool = False) -> bool:
+        """Depth from several views, and Gaussians from that, where keyframes wait for it: at most one sweep."""
+        found = self._multiview.step(self._keyframes, ended) if self._multiview.waiting else None
+        for keyframe, depth_m in found or ():
+            self._trainer.measure_unit(depth_m)
+            self._trainer.insert(keyframe, depth_m)
+        return found is not None
 
     def _hint_of_budget(self, camera: Camera) -> str:
         """That the budget will end the map's growth before engine.max_gaussians does; empty: it will not."""
@@ -361,7 +383,7 @@ class Mapper:
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
             heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, heldout_cc_psnr=heldout_cc_psnr, latency_ms=self._latency_ms, last_error=self._error,
             corrections=self._corrections, poses_refined=self._trainer.refinement.aligned, poses_refused=self._trainer.refinement.refused,
-            hint="; ".join(text for text in (self._trainer.hint, self._problem, self._unsaved, self._budget_hint, self._path_hint) if text)))
+            hint="; ".join(text for text in (self._trainer.hint, self._multiview.hint, self._problem, self._unsaved, self._budget_hint, self._path_hint) if text)))
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""
@@ -426,6 +448,12 @@ class Mapper:
             else:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
         self._trainer.resume(facts["trainer"], self._keyframes)
+        owners = set(np.unique(self._engine.read("map.owner")).tolist())
+        for keyframe in self._keyframes:
+            if keyframe.frame.depth_m is not None:
+                self._multiview.measured(keyframe)
+            elif keyframe.id not in owners:   # it still waits for depth, or has shown nothing new
+                self._multiview.wait(keyframe)
         self._keyframes.random = facts["keyframes"]
         self._due, self._next_id, self._evaluated, self._corrections = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated", "corrections"))
         gated, past, counts = checkpoint.read_gate(reader), checkpoint.read_past(reader), checkpoint.read_counts(reader)

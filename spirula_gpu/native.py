@@ -15,7 +15,7 @@ import numpy as np
 
 from .report import VramReport, VramRow
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
 GAUSSIANS = 0  # Row.count of a row with an item per Gaussian
 PHASES = ("project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd")
@@ -70,6 +70,9 @@ class Row(c.Structure):
 
 Workload = _struct("spl_workload", gaussians=i64, pairs=i64, isects=i64, n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, train=c.c_int32)
 
+Photo = _struct("spl_photo", width=c.c_int32, height=c.c_int32, gray=u8p, depth=f32p, K=f32p, T_photo_ref=f32p)
+SweepParams = _struct("spl_sweep_params", min_inv=c.c_float, max_inv=c.c_float, n_planes=c.c_int32, min_ncc=c.c_float, min_margin=c.c_float, reserved=c.c_int32,
+                      prior_inv=f32p, prior_half=f32p)
 
 P = c.POINTER
 SIGNATURES = {  # name: (result, arguments)
@@ -95,6 +98,8 @@ SIGNATURES = {  # name: (result, arguments)
     "spl_last_step": (c.c_int, [c.c_void_p, P(Step)]),
     "spl_loss": (c.c_int, [c.c_void_p, P(View), P(Image), P(Target), P(Hyper), P(Image), P(Step)]),
     "spl_insert": (c.c_int, [c.c_void_p, P(View), P(Target), P(InsertParams), P(i64)]),
+    "spl_sweep": (c.c_int, [c.c_void_p, P(Photo), i64, P(Photo), P(SweepParams), c.c_void_p, c.c_void_p]),
+    "spl_agree": (c.c_int, [c.c_void_p, P(Photo), i64, P(Photo), c.c_float, c.c_void_p, c.c_void_p]),
 }
 
 
@@ -145,7 +150,7 @@ def load(backend: str) -> c.CDLL:
 def check_abi(lib: c.CDLL, path: Path) -> None:
     if lib.spl_abi_version() != ABI_VERSION:
         raise NativeError("argument", f"{path} has ABI {lib.spl_abi_version()}, this package needs {ABI_VERSION}; build it again")
-    for kind in (CreateParams, Memory, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Workload, Row):
+    for kind in (CreateParams, Memory, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Workload, Photo, SweepParams, Row):
         theirs, ours = lib.spl_constant(f"sizeof {kind.__name__ if kind is not Row else 'spl_row'}".encode()), c.sizeof(kind)
         if theirs != ours:
             raise NativeError("argument", f"{path}: {kind.__name__} is {theirs} bytes there and {ours} here; build it again")
@@ -442,6 +447,37 @@ class Engine:
         n = i64()
         self._check(self._lib.spl_insert(self._ctx, c.byref(v), c.byref(target), c.byref(params), c.byref(n)))
         return n.value
+
+    # ---- depth from several images ----------------------------------------------------------------------------------
+    def sweep(self, gray, K, views, params: SweepParams, prior_inv=None, prior_half=None) -> tuple[np.ndarray, np.ndarray]:
+        """Depth of the reference gray [H,W] uint8 with K [3,3] from `views`: (gray [h,w] uint8, K, T_view_ref [4,4]) each, sizes may differ. Planes
+        from params.min_inv to max_inv, 1/m; prior_inv, prior_half [H,W] 1/m as in spl_sweep_params. Returns depth_m [H,W] float32 along z, 0 =
+        unknown, and a confidence 0..1. On the CPU with either backend."""
+        ref, photos, _alive = self._photos(gray, K, views, "gray", np.uint8)
+        size = (ref.height, ref.width)
+        priors = [None if x is None else array(x, size, name="prior") for x in (prior_inv, prior_half)]
+        params.prior_inv, params.prior_half = map(pointer, priors)
+        depth_m, confidence = np.empty(size, np.float32), np.empty(size, np.float32)
+        self._check(self._lib.spl_sweep(self._ctx, c.byref(ref), len(photos), photos, c.byref(params), pointer(depth_m), pointer(confidence)))
+        return depth_m, confidence
+
+    def agree(self, depth_m, K, views, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
+        """Where the reference's depth_m [H,W] float32 (0 = unknown) and those of `views`, (depth_m [h,w], K, T_view_ref) each, agree within
+        `tolerance` (share of the depth) and 2 pixels: the mean depth [H,W], 0 where none agrees, and by how many views [H,W] uint8."""
+        ref, photos, _alive = self._photos(depth_m, K, views, "depth", np.float32)
+        mean, count = np.empty((ref.height, ref.width), np.float32), np.empty((ref.height, ref.width), np.uint8)
+        self._check(self._lib.spl_agree(self._ctx, c.byref(ref), len(photos), photos, tolerance, pointer(mean), pointer(count)))
+        return mean, count
+
+    @staticmethod
+    def _photos(image, K, views, row: str, dtype):
+        """The reference, the views, and the arrays that they point to; `row`: gray or depth, what `image` is."""
+        items, alive = [], []
+        for image, K, T in ((image, K, np.eye(4)), *views):
+            image, K, T = array(image, (-1, -1), dtype, row), array(K, (3, 3), name="K"), array(T, (4, 4), name="T_view_ref")
+            alive.append((image, K, T))
+            items.append(Photo(width=image.shape[1], height=image.shape[0], K=pointer(K), T_photo_ref=pointer(T), **{row: pointer(image)}))
+        return items[0], (Photo * len(views))(*items[1:]), alive
 
     # ---- memory ---------------------------------------------------------------------------------------------------
     def rows(self) -> list[Row]:

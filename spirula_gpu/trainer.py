@@ -7,7 +7,6 @@ from .config import Config
 from .correct import Motions, move_gaussians
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
-from .points import fill
 from .refine import Refinement
 from .splats import Splats
 
@@ -23,11 +22,15 @@ def refused(error: NativeError) -> bool:
     return error.kind in ("capacity", "memory")
 
 
+USUAL_M = 2.0      # median depth of the scenes that the parameters in metres are chosen for
+
+
 class Trainer:
     def __init__(self, engine: Engine, config: Config):
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
         self.refinement = Refinement(engine, config)
+        self.unit_m = 1.0   # what parameters in metres are times: poses alone may be of any unit (COLMAP); set by the first depth of several views
         self._lost = self._gave = 0   # steps in a row that had no memory; see PATIENCE
         self._unsorted = 0  # Gaussians that came or were relocated since the map was sorted ..
         self._first_degree = 0  # SH degree of the first steps: that of a map that was begun with
@@ -91,13 +94,14 @@ class Trainer:
             self._seen = last.n_pairs, last.n_isects
         if self._running:
             running = dict(id=self._running.id, loss=repr(last.loss if self._resumed_loss is None else self._resumed_loss))
-        return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, running=running, random=self._rng.bit_generator.state,
+        return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, unit_m=self.unit_m, running=running, random=self._rng.bit_generator.state,
                     unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, seen=self._seen, first_degree=self._first_degree,
                     refinement=self.refinement.state())
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
+        self.unit_m = float(state["unit_m"])
         self._unsorted, self._sort_at, self._lost, self._gave = (int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave"))
         self._first_degree, self._seen = int(state["first_degree"]), tuple(map(int, state["seen"]))
         self.refinement.resume(state["refinement"])
@@ -118,18 +122,20 @@ class Trainer:
 
     def _hyper(self) -> Hyper:
         t = self.config.train
-        return Hyper(lr_mean=t.lr_mean, lr_mean_final=t.lr_mean_final, lr_decay_steps=t.lr_decay_steps, lr_quat=t.lr_quat, lr_log_scale=t.lr_log_scale,
+        return Hyper(lr_mean=t.lr_mean * self.unit_m, lr_mean_final=t.lr_mean_final * self.unit_m, lr_decay_steps=t.lr_decay_steps, lr_quat=t.lr_quat, lr_log_scale=t.lr_log_scale,
                      lr_logit_opacity=t.lr_logit_opacity, lr_sh0=t.lr_sh0, lr_sh_rest=t.lr_sh_rest, beta1=t.beta1, beta2=t.beta2, eps=ADAM_EPS,
                      ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
 
-    def insert(self, keyframe: Keyframe) -> int:
-        """New Gaussians from the keyframe's depth, also between its samples where it is sparse. At the limit the weakest make room, then the new
+    def measure_unit(self, depth_m: np.ndarray) -> None:
+        """From depth of several views, for a map that has nothing yet: one whose frames came with depth is in metres."""
+        if not len(self.engine) and (depth_m > 0).any():
+            self.unit_m = float(np.median(depth_m[depth_m > 0])) / USUAL_M
+
+    def insert(self, keyframe: Keyframe, depth_m: np.ndarray) -> int:
+        """New Gaussians from depth_m [H,W], the keyframe's own or of several views. At the limit the weakest make room, then the new
         ones come more sparsely; `hint` says so. Returns how many came."""
         frame, spacing, gain = keyframe.frame, self.config.insert.hole_spacing_px, self.config.insert.detail_gain
-        if frame.depth_m is None:
-            self.hint = "frames come without depth: they train the map, but Gaussians are only made from depth"
-            return 0
-        self.hint, depth_m = "", fill(frame.depth_m)
+        self.hint = ""
         for attempt in range(ROOM_ATTEMPTS):
             try:
                 n = self.engine.insert(keyframe.view(self.engine.sh_degree), keyframe.target, depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
@@ -150,8 +156,8 @@ class Trainer:
 
     def _insertion(self, owner: int, hole_spacing_px: float, detail_gain: float) -> InsertParams:
         i = self.config.insert
-        return InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=detail_gain, min_depth_m=i.min_depth_m,
-                            max_depth_m=i.max_depth_m, hole_spacing_px=hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
+        return InsertParams(alpha_below=i.alpha_below, depth_error=i.depth_error, detail_gain=detail_gain, min_depth_m=i.min_depth_m * self.unit_m,
+                            max_depth_m=i.max_depth_m * self.unit_m, hole_spacing_px=hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
                             seed=self.config.engine.seed * 1_000_003 + owner)
 
     def correct(self, motions: Motions, owner_stamps: np.ndarray) -> int:
@@ -173,7 +179,7 @@ class Trainer:
         p = self.config.prune
         opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity")))
         scale = self.engine.read("map.log_scale").max(axis=1)
-        bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(max(p.max_scale_m, 1e-30))) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
+        bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(max(p.max_scale_m * self.unit_m, 1e-30))) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
         full = bool(self.hint) or len(self.engine) > 0.95 * self.config.engine.max_gaussians
         if bad.any() and not (p.relocate and full and self._relocate(np.flatnonzero(bad), ~bad)):
             self.engine.keep(~bad)

@@ -4,6 +4,8 @@
 #include "forecast.h"
 #include "ops.h"
 #include "rows.h"
+#include <thread>
+#include "sweep.h"
 
 namespace spl {
 
@@ -78,6 +80,32 @@ static void check_insert(const View& v, const spl_target& t, const spl_insert_pa
     fail(SPL_E_ARGUMENT, "spl_insert: hole_spacing_px %g must be >= 1, size %g > 0, opacity %g in (0, 1), min_depth_m %g > 0", p.hole_spacing_px, p.size, p.opacity, p.min_depth_m);
 }
 
+static void check_photo(const spl_photo* photo, const char* name, int64_t index, const void* image) {
+  const spl_photo& p = checked(photo, "spl_photo");
+  if (p.width < 2 || p.height < 2 || p.width > SPL_MAX_PX || p.height > SPL_MAX_PX) fail(SPL_E_ARGUMENT, "%s %lld: image %dx%d: must be 2..%d pixels each way", name, (long long)index, p.width, p.height, (int)SPL_MAX_PX);
+  if (!image || !p.K || (index >= 0 && !p.T_photo_ref)) fail(SPL_E_ARGUMENT, "%s %lld: image, K and T_photo_ref must be given", name, (long long)index);
+  for (int k = 0; k < 9; ++k) if (!finite(p.K[k])) fail(SPL_E_ARGUMENT, "%s %lld: K is not finite", name, (long long)index);
+  if (!(p.K[0] > 0 && p.K[4] > 0)) fail(SPL_E_ARGUMENT, "%s %lld: focal lengths %g, %g must be > 0", name, (long long)index, p.K[0], p.K[4]);
+  for (int k = 0; k < 16 && index >= 0; ++k) if (!finite(p.T_photo_ref[k])) fail(SPL_E_ARGUMENT, "%s %lld: T_photo_ref is not finite", name, (long long)index);
+}
+
+static void check_photos(const spl_photo* ref, int64_t n, const spl_photo* views, const uint8_t* spl_photo::*gray, const float* spl_photo::*depth) {
+  if (n < 1 || n > SPL_MAX_PHOTOS) fail(SPL_E_ARGUMENT, "%lld views: must be 1..%d", (long long)n, (int)SPL_MAX_PHOTOS);
+  auto image = [&](const spl_photo* p) { return !p ? nullptr : gray ? (const void*)(p->*gray) : (const void*)(p->*depth); };
+  check_photo(ref, "reference", -1, image(ref));
+  for (int64_t i = 0; i < n; ++i) check_photo(views ? views + i : nullptr, "view", i, image(views ? views + i : nullptr));
+}
+
+static void check_sweep(const spl_photo& ref, const spl_sweep_params& p) {
+  if (!(p.min_inv >= 0 && p.max_inv > p.min_inv && finite(p.max_inv))) fail(SPL_E_ARGUMENT, "inverse depths from %g to %g 1/m: must rise from >= 0", p.min_inv, p.max_inv);
+  if (p.n_planes < 4 || p.n_planes > SPL_MAX_PLANES) fail(SPL_E_ARGUMENT, "%d planes: must be 4..%d", p.n_planes, (int)SPL_MAX_PLANES);
+  const int64_t cells = (int64_t)ref.width * ref.height * p.n_planes;
+  if (cells > 1ll << 28) fail(SPL_E_CAPACITY, "%dx%d pixels and %d planes take %lld MiB, more than 768: use a smaller image or fewer planes", ref.width, ref.height, p.n_planes, (long long)(3 * cells >> 20));
+  if (!p.prior_inv != !p.prior_half) fail(SPL_E_ARGUMENT, "prior_inv and prior_half must be given together");
+}
+
+static int host_threads(const spl_ctx& c) { return c.params.threads ? c.params.threads : std::max(1u, std::thread::hardware_concurrency()); }
+
 // How often each Gaussian is drawn after the moves (1: as before); refuses moves that contradict each other.
 static std::vector<int> draws(const spl_ctx& c, int64_t n_moves, const int64_t* dst, const int64_t* src) {
   std::vector<int> times(c.n, 1);
@@ -110,7 +138,7 @@ int64_t spl_constant(const char* name) {
 #undef X
 #define X(type) {"sizeof " #type, sizeof(type)},
       X(spl_create_params) X(spl_row) X(spl_gaussians) X(spl_view) X(spl_image) X(spl_gaussian_grads) X(spl_step)
-      X(spl_target) X(spl_hyper) X(spl_insert_params) X(spl_memory) X(spl_workload)
+      X(spl_target) X(spl_hyper) X(spl_insert_params) X(spl_memory) X(spl_workload) X(spl_photo) X(spl_sweep_params)
 #undef X
       {"SPL_ABI_VERSION", SPL_ABI_VERSION}, {"SPL_N_ROWS", SPL_N_ROWS}, {"SPL_N_MAP_ROWS", SPL_N_MAP_ROWS}};
   for (const auto& t : table) if (name && !strcmp(t.name, name)) return t.value;
@@ -317,6 +345,23 @@ int spl_insert(spl_ctx* ctx, const spl_view* view, const spl_target* target, con
     begin_step(c);
     forward(c, map_source(c), v, SPL_LOSS);
     *n_new = insert(c, v, t, p);
+  });
+}
+
+int spl_sweep(spl_ctx* ctx, const spl_photo* ref, int64_t n_views, const spl_photo* views, const spl_sweep_params* params, float* depth_m, float* confidence) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    check_photos(ref, n_views, views, &spl_photo::gray, nullptr);
+    check_sweep(*ref, checked(params, "spl_sweep_params"));
+    if (!depth_m || !confidence) fail(SPL_E_ARGUMENT, "spl_sweep: depth_m and confidence must be given");
+    sweep(*ref, (int)n_views, views, *params, host_threads(c), depth_m, confidence);
+  });
+}
+
+int spl_agree(spl_ctx* ctx, const spl_photo* ref, int64_t n_views, const spl_photo* views, float tolerance, float* depth_m, uint8_t* count) {
+  return guarded(ctx, [&](spl_ctx& c) {
+    check_photos(ref, n_views, views, nullptr, &spl_photo::depth);
+    if (!depth_m || !count || !(tolerance > 0)) fail(SPL_E_ARGUMENT, "spl_agree: depth_m and count must be given, and a tolerance %g > 0", tolerance);
+    agree(*ref, (int)n_views, views, tolerance, host_threads(c), depth_m, count);
   });
 }
 

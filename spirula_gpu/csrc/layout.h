@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#define SPL_ABI_VERSION 3
+#define SPL_ABI_VERSION 4
 
 #define SPL_CONSTANTS(X)                                                                                              \
   X(SPL_TILE_PX, 16)      /* tile edge; one row of a tile is one 16-lane vector on the CPU */                        \
@@ -16,6 +16,8 @@
   X(SPL_MAX_PX, 32767)    /* image edge */                                                                           \
   X(SPL_MAX_CAMERAS, 1024)                                                                                            \
   X(SPL_DARK_SHIFT, 13)   /* proj.camera: index, and from this bit on one bit a channel whose colour was clamped at 0 */ \
+  X(SPL_MAX_PHOTOS, 16)   /* views of one plane sweep */                                                             \
+  X(SPL_MAX_PLANES, 1024)                                                                                             \
   X(SPL_GROW_GAUSSIANS, 16384) /* the map's memory grows in multiples of this */                                     \
   X(SPL_CANARY_BYTES, 256)
 

@@ -218,6 +218,32 @@ typedef struct {
 } spl_insert_params;
 SPL_API int spl_insert(spl_ctx*, const spl_view*, const spl_target*, const spl_insert_params*, int64_t* n_new);
 
+/* ---- depth from several images with known poses; on the host in both libraries, all pointers are of the host -------------- */
+typedef struct {
+  int64_t struct_size;
+  int32_t width, height;
+  const uint8_t* gray;        /* [H,W]; spl_sweep */
+  const float* depth;         /* [H,W] m along z, 0 = unknown; spl_agree */
+  const float* K;             /* [3,3] */
+  const float* T_photo_ref;   /* [4,4] from the reference's camera into this one; not read of the reference itself */
+} spl_photo;
+
+typedef struct {
+  int64_t struct_size;
+  float min_inv, max_inv;     /* 1/m: the planes are at n_planes equal steps of inverse depth from the first to the second */
+  int32_t n_planes;           /* choose it so that a step is at most a pixel in each view */
+  float min_ncc;              /* a depth is refused where the better half of the views correlates less than this, 0..1 .. */
+  float min_margin;           /* .. or where another plane, not beside it, comes as close as this; 0..1 */
+  int32_t reserved;
+  const float* prior_inv;     /* [H,W] 1/m, or NULL: where > 0, planes farther than prior_half from it are ruled out */
+  const float* prior_half;    /* [H,W] 1/m */
+} spl_sweep_params;
+/* depth_m, confidence (0..1) [H,W]: 0 where the images do not say. Takes 3 bytes a pixel and plane of host memory meanwhile. */
+SPL_API int spl_sweep(spl_ctx*, const spl_photo* ref, int64_t n_views, const spl_photo* views, const spl_sweep_params*, float* depth_m, float* confidence);
+/* Where a depth of the reference and those of the views agree: it comes back to within 2 pixels by way of the view's own depth, which is at most
+ * `tolerance` (share) off. count [H,W]: by how many views; depth_m: the harmonic mean of those and its own, 0 where there is none. */
+SPL_API int spl_agree(spl_ctx*, const spl_photo* ref, int64_t n_views, const spl_photo* views, float tolerance, float* depth_m, uint8_t* count);
+
 #ifdef __cplusplus
 }
 #endif

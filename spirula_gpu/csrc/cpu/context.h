@@ -1,17 +1,7 @@
 // context.h: what a CPU context owns.
 #pragma once
 #include <cstdint>
-
-// Hot loops are compiled for three instruction sets and chosen when the library is loaded: one build runs everywhere.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(SPL_NO_CLONES)
-#if __GNUC__ >= 12
-#define SPL_HOT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else  // GCC 11 (Ubuntu 22.04) does not know the levels
-#define SPL_HOT __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#else
-#define SPL_HOT
-#endif
+#include "../hot.h"
 
 namespace spl {
 

@@ -1,0 +1,99 @@
+"""Small corrections of relative poses before depth is triangulated: corners are tracked from the reference into each view, and poses and corner depths
+are fitted together, the poses anchored at what was given, as firmly as the tracks agree with them. Odometry that is off by half a degree makes depths that are
+off by several percent; poses that are right (COLMAP) must not drift."""
+from __future__ import annotations
+
+import cv2
+import numpy as np
+
+from .camera import Camera
+
+CORNERS, WINDOW_PX = 300, 11
+FAR_PX = 0.04         # of the image's longest edge: a corner is looked for so far from where the poses say
+BACK_PX = 0.5         # a track must lead back to within this
+NOISE_PX = 0.2        # of a track: residuals up to this are no reason to doubt the poses
+FIRM_DEG = 0.003      # poses may always move by this
+ITERATIONS = 3, 6     # of the depths of corners alone, which leaves what no depth explains; of all
+LEAST = 20            # tracks of a view; with fewer its pose stays as it is
+
+
+def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[tuple[np.ndarray, Camera, np.ndarray]]) -> list[np.ndarray]:
+    """T_view_ref [4,4] float64 of each view, corrected. gray [h,w] uint8, depth_m [h,w] along z, 0 = unknown, at least roughly right; views: (gray, camera, T_view_ref)."""
+    corners = cv2.goodFeaturesToTrack(gray, CORNERS, 0.01, max(3, max(gray.shape) // 50))
+    T = [t for _, _, t in views]
+    if corners is None:
+        return T
+    corners = corners[:, 0]
+    known = depth_m[depth_m > 0]
+    z = depth_m[corners[:, 1].astype(int), corners[:, 0].astype(int)]
+    inv = 1 / np.where(z > 0, z, np.median(known)).astype(float)
+    rays = np.stack([(corners[:, 0] + 0.5 - camera.cx) / camera.fx, (corners[:, 1] + 0.5 - camera.cy) / camera.fy, np.ones(len(corners))], 1)
+    seen, there = zip(*(_tracked(gray, corners, rays, inv, view) for view in views))
+    seen, there = np.array(seen), np.array(there, float)          # [V,F], [V,F,2]
+    seen[seen.sum(1) < LEAST] = False
+    return _fitted(rays, inv, [c for _, c, _ in views], T, seen, there, float(np.median(known)))
+
+
+def _tracked(gray, corners, rays, inv, view) -> tuple[np.ndarray, np.ndarray]:
+    """Which corners are found in the view, and where, px."""
+    other, camera, T = view
+    p = rays @ T[:3, :3].T + inv[:, None] * T[:3, 3]
+    z = np.maximum(p[:, 2], 1e-6)
+    guess = np.stack([camera.fx * p[:, 0] / z + camera.cx - 0.5, camera.fy * p[:, 1] / z + camera.cy - 0.5], 1).astype(np.float32)
+    options = dict(winSize=(WINDOW_PX, WINDOW_PX), maxLevel=1, flags=cv2.OPTFLOW_USE_INITIAL_FLOW)
+    at, found, _ = cv2.calcOpticalFlowPyrLK(gray, other, corners, guess.copy(), **options)
+    back, found_back, _ = cv2.calcOpticalFlowPyrLK(other, gray, at, corners.copy(), **options)
+    near = np.linalg.norm(at - guess, axis=1) < FAR_PX * max(other.shape)
+    return (p[:, 2] > 0) & (found[:, 0] > 0) & (found_back[:, 0] > 0) & near & (np.linalg.norm(back - corners, axis=1) < BACK_PX), at + 0.5
+
+
+def _fitted(rays, inv, cameras, T, seen, there, depth_m) -> list[np.ndarray]:
+    """Gauss-Newton over 6 numbers a view and one a corner, which are eliminated (Schur); Huber weights."""
+    n, T, given = len(T), [t.copy() for t in T], np.zeros(6 * len(T))   # given: what the poses have moved so far
+    for _ in range(ITERATIONS[0]):
+        _, _, _, own, pull, _ = _normal(rays, inv, cameras, T, seen, there)
+        inv = _moved(inv, own, pull)
+    residual = _normal(rays, inv, cameras, T, seen, there)[-1]
+    if not len(residual):
+        return T
+    sigma = max(np.sqrt(max(np.median(residual)**2 - NOISE_PX**2, 0.0)) / cameras[0].fx, np.radians(FIRM_DEG))
+    prior = np.tile([sigma * depth_m] * 3 + [sigma] * 3, n)**-2.0    # a camera elsewhere by that much looks turned by as much, seen from the scene
+    for _ in range(ITERATIONS[1]):
+        H, g, cross, own, pull, _ = _normal(rays, inv, cameras, T, seen, there)
+        scaled = np.where(own > 1e-6, cross / np.maximum(own, 1e-6), 0)
+        step = np.linalg.solve(H + np.diag(prior) - scaled @ cross.T, g - prior * given - scaled @ pull)
+        inv = _moved(inv, own, pull - step @ cross)
+        given += step
+        for i in range(n):
+            move = np.eye(4)
+            move[:3, :3], move[:3, 3] = cv2.Rodrigues(step[6 * i + 3:6 * i + 6])[0], step[6 * i:6 * i + 3]
+            T[i] = move @ T[i]
+    return T
+
+
+def _moved(inv, own, pull) -> np.ndarray:
+    return np.where(own > 1e-6, np.clip(inv + pull / np.maximum(own, 1e-6), 0.2 * inv, 5 * inv), inv)
+
+
+def _normal(rays, inv, cameras, T, seen, there):
+    """Of the reprojection errors: H [6V,6V] and g of the poses, cross [6V,F], own and pull [F] of the inverse depths; and the errors, px, of all tracks."""
+    n = len(T)
+    H, g, cross, own, pull, errors = np.zeros((6 * n, 6 * n)), np.zeros(6 * n), np.zeros((6 * n, len(inv))), np.zeros(len(inv)), np.zeros(len(inv)), []
+    for i, camera in enumerate(cameras):
+        p = rays @ T[i][:3, :3].T + inv[:, None] * T[i][:3, 3]
+        z = np.maximum(p[:, 2], 1e-6)
+        x, y, zero = p[:, 0] / z, p[:, 1] / z, np.zeros(len(z))
+        r = there[i] - np.stack([camera.fx * x + camera.cx, camera.fy * y + camera.cy], 1)
+        D = np.stack([np.stack([camera.fx / z, zero, -camera.fx * x / z], 1), np.stack([zero, camera.fy / z, -camera.fy * y / z], 1)], 1)  # [F,2,3]
+        J = np.concatenate([D * inv[:, None, None], np.cross(p[:, None, :], D)], 2)    # translation; rotation: D (w x p) = w (p x D)
+        Jw = D @ T[i][:3, 3]
+        size = np.linalg.norm(r, axis=1)
+        weight = np.where(seen[i], 1 / np.maximum(size / (2 * NOISE_PX), 1), 0) / NOISE_PX**2
+        s = slice(6 * i, 6 * i + 6)
+        H[s, s] = np.einsum("f,fki,fkj->ij", weight, J, J)
+        g[s] = np.einsum("f,fki,fk->i", weight, J, r)
+        cross[s] = np.einsum("f,fki,fk->if", weight, J, Jw)
+        own += weight * (Jw**2).sum(1)
+        pull += weight * (Jw * r).sum(1)
+        errors.append(size[seen[i]])
+    return H, g, cross, own, pull, np.concatenate(errors)

@@ -1,0 +1,244 @@
+"""Depth from several views: the native sweep on a wall with a box whose depth is known, agreement, alignment, which keyframes are swept when, and a map from images and poses alone."""
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+
+from spirula_gpu.bundle import adjusted
+from spirula_gpu.camera import Camera, Frame
+from spirula_gpu.config import Config, TrainConfig, replaced
+from spirula_gpu.keyframes import Keyframe, Keyframes
+from spirula_gpu.mapper import Mapper
+from spirula_gpu.multiview import MultiView, scores
+from spirula_gpu.native import Engine, NativeError, SweepParams
+
+CAMERA = Camera(160, 120, 130.0, 130.0, 80.0, 60.0)
+TEXTURE = cv2.normalize(cv2.GaussianBlur(np.random.default_rng(0).random((2000, 2000)).astype(np.float32), (0, 0), 3), None, 0, 255, cv2.NORM_MINMAX)
+AROUND = ((0.15, 0, -0.05), (-0.15, 0, 0.05), (0.05, 0.12, 0), (-0.1, -0.1, 0))  # x, y, turned by
+
+
+def pose(x=0.0, y=0.0, yaw=0.0, z=0.0) -> np.ndarray:
+    T = np.eye(4)
+    T[:3, :3], T[:3, 3] = cv2.Rodrigues(np.array([0.0, yaw, 0.0]))[0], (x, y, z)
+    return T
+
+
+def photo(T, camera=CAMERA, gain=1.0, box=True, blank=False) -> tuple[np.ndarray, np.ndarray]:
+    """Gray [H,W] uint8 and depth [H,W] of a textured wall 2 m ahead with a box 0.5 m in front of it; blank: its left half has no texture."""
+    u, v = np.meshgrid((np.arange(camera.width) + 0.5 - camera.cx) / camera.fx, (np.arange(camera.height) + 0.5 - camera.cy) / camera.fy)
+    rays = np.stack([u, v, np.ones_like(u)], -1) @ T[:3, :3].T
+    near, far = (((z - T[2, 3]) / rays[..., 2]) for z in (1.5, 2.0))
+    at = T[:3, 3] + near[..., None] * rays
+    on_box = box & (np.abs(at[..., 0]) < 0.25) & (np.abs(at[..., 1]) < 0.2)
+    s = np.where(on_box, near, far)
+    at = (T[:3, 3] + s[..., None] * rays) * 300 + 1000 + np.where(on_box, 300, 0)[..., None]
+    gray = cv2.remap(TEXTURE, at[..., 0].astype(np.float32), at[..., 1].astype(np.float32), cv2.INTER_LINEAR)
+    if blank:
+        gray[at[..., 0] < 1000] = 100
+    return np.clip(gray * gain + 0.5, 0, 255).astype(np.uint8), s.astype(np.float32)
+
+
+def views(gains=(1, 1, 1, 1), camera=CAMERA, **scene):
+    return [(photo(pose(*p), camera, gain, **scene)[0], camera.K, np.linalg.inv(pose(*p))) for p, gain in zip(AROUND, gains)]
+
+
+def params(**changes) -> SweepParams:
+    return SweepParams(**dict(min_inv=0.1, max_inv=1.2, n_planes=40, min_ncc=0.6, min_margin=0.03) | changes)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine("cpu", max_gaussians=1000, threads=2) as e:
+        yield e
+
+
+@pytest.mark.parametrize("gains", [(1, 1, 1, 1), (1.3, 0.7, 1.2, 0.8)])
+def test_depth_is_right_to_a_part_of_a_plane_whatever_the_exposure(engine, gains):
+    gray, truth = photo(pose())
+    depth, confidence = engine.sweep(gray, CAMERA.K, views(gains), params())
+    error = np.abs(depth - truth) / truth
+    step = 1.1 / 39 * truth   # of a plane, relative
+    assert (depth > 0).mean() > 0.95 and ((confidence > 0) == (depth > 0)).all() and confidence.max() <= 1
+    assert np.median(error[depth > 0]) < 0.003 and np.median((error / step)[depth > 0]) < 0.1
+    assert (error[depth > 0] < 0.05).mean() > 0.985   # the edges of the box, which half of the views do not see behind, included
+
+
+def test_views_may_be_of_any_size(engine):
+    gray, truth = photo(pose())
+    depth, _ = engine.sweep(gray, CAMERA.K, views(camera=CAMERA.resized(200, 90)), params())
+    assert (depth > 0).mean() > 0.9 and np.median(np.abs(depth - truth)[depth > 0] / truth[depth > 0]) < 0.005
+
+
+def test_no_texture_no_depth(engine):
+    gray, truth = photo(pose(), blank=True, box=False)
+    depth, _ = engine.sweep(gray, CAMERA.K, views(blank=True, box=False), params())
+    assert (depth[:, :70] > 0).mean() < 0.01 < 0.95 < (depth[:, 90:] > 0).mean()
+
+
+def test_what_lies_beyond_the_range_gets_no_depth(engine):
+    gray, _ = photo(pose(), box=False)
+    depth, _ = engine.sweep(gray, CAMERA.K, views(box=False), params(min_inv=0.6, max_inv=1.2))  # the wall is at 0.5
+    assert (depth > 0).mean() < 0.1
+
+
+def test_a_prior_rules_out_planes(engine):
+    gray, truth = photo(pose())
+    wrong = np.full_like(truth, 1 / 3.0)
+    depth, _ = engine.sweep(gray, CAMERA.K, views(), params(), wrong, np.full_like(truth, 0.05))
+    assert (depth > 0).mean() < 0.1
+    depth, _ = engine.sweep(gray, CAMERA.K, views(), params(), (1 / truth).astype(np.float32), np.full_like(truth, 0.05))
+    assert (depth > 0).mean() > 0.95 and np.abs(1 / depth[depth > 0] - 1 / truth[depth > 0]).max() <= 0.0501
+
+
+def test_the_number_of_threads_changes_nothing():
+    gray, _ = photo(pose())
+    results = []
+    for threads in (1, 2, 5):
+        with Engine("cpu", max_gaussians=1000, threads=threads) as e:
+            depth, confidence = e.sweep(gray, CAMERA.K, views(), params())
+            results.append((depth, confidence, *e.agree(depth, CAMERA.K, [(depth, CAMERA.K, np.eye(4))], 0.02)))
+    assert all(np.array_equal(a, b) for r in results[1:] for a, b in zip(results[0], r))
+
+
+@pytest.mark.parametrize("change, text", [
+    (dict(min_inv=1.2), "inverse depths from 1.2 to 1.2"), (dict(n_planes=3), "3 planes: must be 4..1024"), (dict(min_inv=-1), "must rise from >= 0"), (dict(max_inv=np.nan), "must rise")])
+def test_bad_parameters_are_refused(engine, change, text):
+    gray, _ = photo(pose())
+    with pytest.raises(NativeError, match=text) as error:
+        engine.sweep(gray, CAMERA.K, views(), params(**change))
+    assert error.value.kind == "argument"
+
+
+def test_bad_views_are_refused(engine):
+    gray, truth = photo(pose())
+    for bad, text in (([], "0 views: must be 1..16"), (views() * 5, "20 views: must be 1..16"), ([(gray, CAMERA.K * 0, np.eye(4))], "focal lengths 0, 0"),
+                      ([(gray, CAMERA.K, np.full((4, 4), np.nan))], "view 0: T_photo_ref is not finite"), ([(gray[:1], CAMERA.K, np.eye(4))], "160x1: must be 2..")):
+        with pytest.raises(NativeError, match=text):
+            engine.sweep(gray, CAMERA.K, bad, params())
+    with pytest.raises(NativeError, match="prior_inv and prior_half must be given together"):
+        engine.sweep(gray, CAMERA.K, views(), params(), prior_inv=truth)
+    with pytest.raises(NativeError, match="tolerance 0 > 0"):
+        engine.agree(truth, CAMERA.K, [(truth, CAMERA.K, np.eye(4))], 0.0)
+    large = Camera(1000, 1000, 800, 800, 500, 500)
+    with pytest.raises(NativeError, match="take 858 MiB, more than 768: use a smaller image or fewer planes") as error:
+        engine.sweep(np.zeros((1000, 1000), np.uint8), large.K, views(), params(n_planes=300))
+    assert error.value.kind == "capacity"
+
+
+def test_depths_agree_where_both_see_the_same_and_nowhere_else(engine):
+    (_, a), (_, b) = photo(pose()), photo(pose(0.3))
+    wrong = a.copy()
+    wrong[:20] *= 1.1
+    mean, count = engine.agree(wrong, CAMERA.K, [(b, CAMERA.K, np.linalg.inv(pose(0.3)))], 0.03)
+    assert count[:20].max() == 0 and (mean[count == 0] == 0).all()
+    hidden = (a > 1.9) & (np.abs(np.arange(160) - 80)[None] < 40) & (np.arange(160) < 80)[None]   # of the wall, left of the box
+    inside = np.zeros_like(hidden)
+    inside[22:, 30:] = True
+    assert (count[inside & ~hidden] > 0).mean() > 0.97 and np.abs(mean[count > 0] / a[count > 0] - 1).max() < 0.02
+
+
+def test_alignment_recovers_poses_that_are_off():
+    gray, truth = photo(pose())
+    rng, given, right = np.random.default_rng(1), [], []
+    for p in AROUND:
+        T = np.linalg.inv(pose(*p))
+        off = np.eye(4)
+        off[:3, :3] = cv2.Rodrigues(np.radians(rng.normal(0, 0.5, 3)))[0]
+        given.append((photo(pose(*p))[0], CAMERA, off @ T))
+        right.append(T)
+    T = adjusted(gray, CAMERA, truth * 1.03, given)
+    def px(Ts):   # by how much pixels are off in the views, but for what another depth explains: across the baseline
+        rays = np.stack([np.linspace(-0.5, 0.5, 9), np.linspace(0.4, -0.4, 9), np.ones(9)], 1) * 2
+        off = []
+        for a, b in zip(Ts, right):
+            p, q = (rays @ x[:3, :3].T + x[:3, 3] for x in (a, b))
+            d, along = (p / p[:, 2:] - q / q[:, 2:])[:, :2] * 130, b[:2, 3] / np.linalg.norm(b[:2, 3])
+            off.append(np.abs(d @ np.array([-along[1], along[0]])).mean())
+        return np.mean(off)
+    assert px([t for _, _, t in given]) > 0.5 and px(T) < 0.25 * px([t for _, _, t in given])
+
+
+# ---- keyframes ---------------------------------------------------------------------------------------------------------
+def frame(i: int, T=None, **changes) -> Frame:
+    """From 4 cm further right each time, without depth."""
+    T = pose(0.04 * i, 0.02 * (i % 3)) if T is None else T
+    gray = photo(T)[0]
+    return replace(Frame(1_000_000_000 + i * 100_000_000, CAMERA, T, np.repeat(gray[..., None], 3, 2)), **changes)
+
+
+def keyframes(frames) -> tuple[Keyframes, MultiView, list]:
+    known, out = Keyframes(0), []
+    with Engine("cpu", max_gaussians=1000, threads=2) as engine:
+        sweeper = MultiView(engine)
+        for i, f in enumerate(frames):
+            known.add(Keyframe(i, f, 0.3), TrainConfig())
+            sweeper.wait(known.newest)
+            while (found := sweeper.step(known)) is not None:
+                out += [(k, d, i) for k, d in found]
+        while (found := sweeper.step(known, ended=True)) is not None:
+            out += [(k, d, len(frames)) for k, d in found]
+    return known, sweeper, out
+
+
+def test_every_keyframe_gets_depth_once_and_it_is_right():
+    known, sweeper, out = keyframes([frame(i) for i in range(10)])
+    assert sorted(k.id for k, _, _ in out) == list(range(10)) and sweeper.waiting == 0 and sweeper.given_up == 0
+    assert min(i for _, _, i in out) < 9   # not only at the end
+    for k, depth, _ in out:
+        truth = photo(k.frame.T_world_cam)[1]
+        error = np.abs(depth - truth)[depth > 0] / truth[depth > 0]
+        assert (depth > 0).mean() > 0.5 and np.median(error) < 0.01 and (error < 0.05).mean() > 0.97, k.id
+
+
+def test_without_motion_nothing_is_guessed_and_the_hint_says_what_is_missing():
+    _, sweeper, out = keyframes([frame(i, T=pose(1e-4 * i)) for i in range(5)])
+    assert not out and "0.0 px" in sweeper.hint and "2 px are needed: move the camera sideways" in sweeper.hint
+
+
+def test_neighbours_see_the_same_from_elsewhere():
+    poses = [pose(0.2), pose(), pose(2.5), pose(0.2, 0, np.pi), pose(0, 0, 0, 0.3), pose(0.3)]
+    score = scores(Keyframe(0, frame(0), 0.3), [Keyframe(i, frame(0, T=T), 0.3) for i, T in enumerate(poses)], 2.0)
+    assert score[0] > 0.6 and score[5] > 0.6          # to the side
+    assert max(score[1], score[3]) < 1e-3             # from the same place; the other way
+    assert score[2] < 0.05 and 0 < score[4] < score[0]   # hardly any overlap; forward: small angles
+
+
+# ---- the map -------------------------------------------------------------------------------------------------------------
+def test_images_and_poses_alone_make_a_map():
+    config = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 2, "train.steps_per_frame": 15})
+    psnr = {}
+    for unit in (1.0, 25.0, None):   # of the poses; None: with depth, in metres
+        mapper = Mapper(config)
+        for i in range(12):
+            f = frame(i, held_out=i == 5)
+            T = f.T_world_cam.copy()
+            T[:3, 3] *= unit or 1
+            mapper.ledger.arrived()
+            mapper.submit(replace(f, T_world_cam=T, depth_m=None if unit else photo(f.T_world_cam)[1]))
+            mapper.run_due()
+        mapper.train(steps=100)
+        psnr[unit] = mapper.evaluate()[0].psnr
+        assert len(mapper._engine) > 1000 and mapper.status().hint == "" and mapper.ledger.counts().used == 12
+        assert mapper._trainer.unit_m == pytest.approx(unit or 1, rel=0.15)
+    assert psnr[1.0] > 27 and psnr[1.0] > psnr[None] - 2.5 and psnr[25.0] == pytest.approx(psnr[1.0], abs=1)
+
+
+def test_a_resumed_map_goes_on_waiting(tmp_path):
+    config = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 2, "train.steps_per_frame": 4, "checkpoint.path": str(tmp_path / "map.ckpt")})
+    mapper = Mapper(config)
+    for i in range(3):
+        mapper.ledger.arrived()
+        mapper.submit(frame(i, depth_m=photo(frame(i).T_world_cam)[1] if i < 2 else None))
+        mapper.run_due()
+    assert [k.id for k in mapper._multiview._waiting] == [2]   # 4 cm are too little, but may become more
+    mapper.command("save_checkpoint", str(tmp_path / "map.ckpt")).result(1)
+    again = Mapper(replaced(config, {"checkpoint.resume": True}))
+    assert [k.id for k in again._multiview._waiting] == [2]
+    for m in (mapper, again):
+        for i in range(4, 9):
+            m.ledger.arrived()
+            m.submit(frame(i))
+            m.run_due()
+        m.train(steps=1)
+        assert 2 in m._engine.read("map.owner") and m._multiview.waiting == 0 and m._trainer.unit_m == 1
