@@ -6,6 +6,7 @@ import numpy as np
 from .config import Config
 from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
+from .strategy import append_transparent
 
 ADAM_EPS = 1e-15
 SORT_STEPS = 100  # at least so many between two sorts: one costs as much as a few steps
@@ -121,7 +122,7 @@ class Trainer:
                             seed=self.config.engine.seed * 1_000_003 + owner)
 
     def prune(self) -> None:
-        """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""
+        """Remove what is transparent, oversized or not finite, and divide what fits badly; at the limit that is done with what would be removed."""
         if not len(self.engine):
             return
         try:
@@ -130,23 +131,37 @@ class Trainer:
             self._refused(e)
 
     def _prune(self) -> None:
-        p = self.config.prune
+        p, n = self.config.prune, len(self.engine)
         opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity")))
         scale = self.engine.read("map.log_scale").max(axis=1)
         bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(max(p.max_scale_m, 1e-30))) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
-        full = bool(self.hint) or len(self.engine) > 0.95 * self.config.engine.max_gaussians
-        if bad.any() and not (p.relocate and full and self._relocate(np.flatnonzero(bad), ~bad)):
-            self.engine.keep(~bad)
+        full = bool(self.hint) or n > 0.95 * self.config.engine.max_gaussians
+        moved, error = np.empty(0, np.intp), self._error(~bad) if p.growth or (p.relocate and full and bad.any()) else np.zeros(n)
+        if full and p.relocate and error.any():
+            moved = np.flatnonzero(bad)
+            self._divide(error, moved, 0)
+        elif not full and p.growth:
+            error[error < p.growth_error] = 0
+            wanted = min(int(p.growth * n), np.count_nonzero(error))
+            moved = np.flatnonzero(bad)[:wanted]
+            self._divide(error, moved, min(wanted - len(moved), self.config.engine.max_gaussians - n))
+        bad[moved] = False
+        if bad.any():
+            self.engine.keep(np.pad(~bad, (0, len(self.engine) - n), constant_values=True))
 
-    def _relocate(self, dst: np.ndarray, alive: np.ndarray) -> bool:
-        """False: no error is known yet that would say where to."""
-        error = np.where(alive, np.nan_to_num(self.engine.read("stat.error")), 0)
-        if not error.sum() > 0:
-            return False
+    def _error(self, alive: np.ndarray) -> np.ndarray:
+        """[n] float64: how badly each fits; zero for the others."""
+        return np.where(alive, np.nan_to_num(self.engine.read("stat.error"), posinf=0).astype(np.float64), 0)
+
+    def _divide(self, error: np.ndarray, moved: np.ndarray, n_new: int) -> None:
+        """`moved` and `n_new` that come are put to Gaussians drawn by error [n], which share what they were with them."""
+        dst = np.concatenate([moved, np.arange(len(error), len(error) + n_new)])
+        if not len(dst):
+            return
+        append_transparent(self.engine, n_new)
         src = self._rng.choice(len(error), size=len(dst), p=error / error.sum())
         self.engine.relocate(dst, src, self.config.prune.min_opacity)
         self._unsorted += len(dst)
-        return True
 
     def _sort_when_due(self) -> None:
         """Spatial order, once enough has come. Where scratch memory for it is not to be had, the map stays as it is until as much has come again."""
