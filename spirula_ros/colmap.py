@@ -49,6 +49,8 @@ def make_bag(folder: str, out: str, *, fps: float = 2.0, storage: str = "mcap", 
             bag.pose("/camera/pose", stamp, "map", world_from(image))
             bag.info("/camera/color/camera_info", stamp, frame_id, camera, distortion=(model, d))
             bag.compressed("/camera/color/image_raw/compressed", stamp, frame_id, form, data)
+    if any(model == "equidistant" for _, model, _ in lenses.values()):
+        say("fisheye lenses (equidistant): `spirula replay` and the node refuse them; for those undistort the images first (colmap image_undistorter)")
     say(f"{out}: {len(posed)} images of {len(lenses)} cameras at {fps:g} a second, {storage}")
     return len(posed)
 

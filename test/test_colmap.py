@@ -87,6 +87,12 @@ def test_differing_cameras_are_replayed_each_with_its_own(tmp_path, capsys):
     assert report["frames"] == {"in": 8, "used": 8, "dropped": {}}
 
 
+def test_fisheye_lenses_are_recorded_with_a_word_of_warning(tmp_path):
+    said = []
+    colmap.make_bag(project(tmp_path / "p", [("OPENCV_FISHEYE", 64, 48, PARAMETERS["OPENCV_FISHEYE"])]), tmp_path / "bag", say=said.append)
+    assert len(said) == 2 and "undistort the images first" in said[0]
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 def refused(capsys, *words) -> str:
     assert cli.main(["bag", "from-colmap", *map(str, words)]) == 2
