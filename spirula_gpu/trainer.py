@@ -122,7 +122,7 @@ class Trainer:
                             seed=self.config.engine.seed * 1_000_003 + owner)
 
     def prune(self) -> None:
-        """Remove what is transparent, oversized or not finite, and divide what fits badly; at the limit that is done with what would be removed."""
+        """Remove what is transparent, oversized or not finite, then divide what fits badly; at the limit only as many as were removed."""
         if not len(self.engine):
             return
         try:
@@ -131,37 +131,28 @@ class Trainer:
             self._refused(e)
 
     def _prune(self) -> None:
-        p, n = self.config.prune, len(self.engine)
-        opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity")))
+        p, n, limit = self.config.prune, len(self.engine), self.config.engine.max_gaussians
+        opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity").astype(np.float64)))
         scale = self.engine.read("map.log_scale").max(axis=1)
-        bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(max(p.max_scale_m, 1e-30))) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
-        full = bool(self.hint) or n > 0.95 * self.config.engine.max_gaussians
-        moved, error = np.empty(0, np.intp), self._error(~bad) if p.growth or (p.relocate and full and bad.any()) else np.zeros(n)
-        if full and p.relocate and error.any():
-            moved = np.flatnonzero(bad)
-            self._divide(error, moved, 0)
-        elif not full and p.growth:
-            error[error < p.growth_error] = 0
-            wanted = min(int(p.growth * n), np.count_nonzero(error))
-            moved = np.flatnonzero(bad)[:wanted]
-            self._divide(error, moved, min(wanted - len(moved), self.config.engine.max_gaussians - n))
-        bad[moved] = False
-        if bad.any():
-            self.engine.keep(np.pad(~bad, (0, len(self.engine) - n), constant_values=True))
+        good = (opacity >= p.min_opacity) & (scale <= np.log(max(p.max_scale_m, 1e-30))) & np.isfinite(self.engine.read("map.mean")).all(axis=1)
+        full, removed = bool(self.hint) or n > 0.95 * limit, n - np.count_nonzero(good)
+        if removed:
+            self.engine.keep(good)
+        most = removed * p.relocate if full else int(p.growth * n)
+        if most:
+            error = np.nan_to_num(self.engine.read("stat.error"), posinf=0)
+            error[error < (0 if full else p.growth_error)] = 0
+            self._divide(error * opacity[good], min(most, limit - len(self.engine)))
 
-    def _error(self, alive: np.ndarray) -> np.ndarray:
-        """[n] float64: how badly each fits; zero for the others."""
-        return np.where(alive, np.nan_to_num(self.engine.read("stat.error"), posinf=0).astype(np.float64), 0)
-
-    def _divide(self, error: np.ndarray, moved: np.ndarray, n_new: int) -> None:
-        """`moved` and `n_new` that come are put to Gaussians drawn by error [n], which share what they were with them."""
-        dst = np.concatenate([moved, np.arange(len(error), len(error) + n_new)])
-        if not len(dst):
+    def _divide(self, weight: np.ndarray, most: int) -> None:
+        """Each of at most so many Gaussians, drawn with this weight [n], becomes two at its place that together show what it did."""
+        n, count = len(weight), min(most, np.count_nonzero(weight))
+        if not count:
             return
-        append_transparent(self.engine, n_new)
-        src = self._rng.choice(len(error), size=len(dst), p=error / error.sum())
-        self.engine.relocate(dst, src, self.config.prune.min_opacity)
-        self._unsorted += len(dst)
+        src = self._rng.choice(n, size=count, replace=False, p=weight / weight.sum())
+        append_transparent(self.engine, count)
+        self.engine.relocate(np.arange(n, n + count), src, self.config.prune.min_opacity)
+        self._unsorted += count
 
     def _sort_when_due(self) -> None:
         """Spatial order, once enough has come. Where scratch memory for it is not to be had, the map stays as it is until as much has come again."""
