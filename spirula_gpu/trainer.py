@@ -135,7 +135,7 @@ class Trainer:
         opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity").astype(np.float64)))
         scale = self.engine.read("map.log_scale").max(axis=1)
         good = (opacity >= p.min_opacity) & (scale <= np.log(max(p.max_scale_m, 1e-30))) & np.isfinite(self.engine.read("map.mean")).all(axis=1)
-        full, removed = bool(self.hint) or n > 0.95 * limit, n - np.count_nonzero(good)
+        full, removed = bool(self.hint) or n > 0.95 * limit, n - int(np.count_nonzero(good))
         if removed:
             self.engine.keep(good)
         most = removed * p.relocate if full else int(p.growth * n)
@@ -146,10 +146,11 @@ class Trainer:
 
     def _divide(self, weight: np.ndarray, most: int) -> None:
         """Each of at most so many Gaussians, drawn with this weight [n], becomes two at its place that together show what it did."""
-        n, count = len(weight), min(most, np.count_nonzero(weight))
+        n, drawn = len(weight), np.flatnonzero(weight)
+        count = min(most, len(drawn))
         if not count:
             return
-        src = self._rng.choice(n, size=count, replace=False, p=weight / weight.sum())
+        src = self._rng.choice(drawn, size=count, replace=False, p=weight[drawn] / weight.sum())
         append_transparent(self.engine, count)
         self.engine.relocate(np.arange(n, n + count), src, self.config.prune.min_opacity)
         self._unsorted += count
