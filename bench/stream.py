@@ -218,8 +218,6 @@ def correct(mapper: WatchedMapper, given: list[Frame], true: list[Frame]) -> Non
 
 def run(true: list[Frame], d: Disturbance, pace: Pace, config: Config) -> tuple[dict, list[HeldOut]]:
     """One stream with its refinement: the figures, and the held-out frames as the map shows them at the end."""
-    if d.closure and not hasattr(Mapper, "_do_correct"):
-        raise ValueError("--closure: this Mapper has no command `correct`, which takes the corrected path")
     seed = config.engine.seed
     frames = disturbed(true, d, seed)
     mapper = WatchedMapper(config)
@@ -260,12 +258,15 @@ def markdown(results: dict) -> str:
 def chosen(args) -> dict[str, Case]:
     """What to run, by name. Options of the command line go over those of a case."""
     over = {f.name: getattr(args, f.name) for f in fields(Disturbance) if getattr(args, f.name)}
-    if not args.cases:
-        return {Path(args.data).stem: Case("", Disturbance(**over), {}, 0.0)}
-    names = list(CASES) if args.cases == "all" else args.cases.split(",")
+    names = [] if not args.cases else list(CASES) if args.cases == "all" else args.cases.split(",")
     if unknown := [name for name in names if name not in CASES]:
         raise ValueError(f"--cases {','.join(unknown)}: must be all, or of {', '.join(CASES)}")
-    return {name: replace(CASES[name], disturbance=replace(CASES[name].disturbance, **over)) for name in names}
+    cases = {name: replace(CASES[name], disturbance=replace(CASES[name].disturbance, **over)) for name in names} if names else {
+        Path(args.data).stem: Case("", Disturbance(**over), {}, 0.0)}
+    drifting = [name for name, case in cases.items() if case.disturbance.closure]
+    if drifting and not hasattr(Mapper, "_do_correct"):
+        raise ValueError(f"{', '.join(drifting)}: --closure needs a Mapper with the command `correct`, which takes the corrected path; leave it out")
+    return cases
 
 
 def source(case: Case, args) -> tuple[str, Set]:

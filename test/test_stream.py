@@ -207,7 +207,7 @@ def test_a_corrected_path_is_the_true_one_of_the_training_frames(bench, frames):
 
 def test_without_the_command_a_closure_is_refused(bench, packed, monkeypatch):
     monkeypatch.delattr(Mapper, "_do_correct", raising=False)
-    with pytest.raises(ValueError, match="--closure: this Mapper has no command `correct`"):
+    with pytest.raises(ValueError, match="wall: --closure needs a Mapper with the command `correct`"):
         run(bench.stream, monkeypatch, packed, "--rate", "5", "--lossless", *FAST, "--closure", "0.1m")
 
 
