@@ -1,7 +1,6 @@
 """`spirula bag from-colmap`: a rosbag2 of a COLMAP model's images, as they are, each with its own camera and pose, in the order of their names."""
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Callable, NamedTuple
 
 import cv2

@@ -79,10 +79,12 @@ def test_images_go_in_as_they_are_by_name_with_their_poses(tmp_path):
 
 def test_differing_cameras_are_replayed_each_with_its_own(tmp_path, capsys):
     """Sizes and lenses change from image to image; a frame that got another's CameraInfo would be dropped."""
-    cameras = [("PINHOLE", 64 + 8 * (i % 3), 48 + 4 * (i % 2), "50 51 31 25") if i % 4 else ("OPENCV", 80, 60, "60 60 40 30 -0.1 0.02 0.003 -0.002") for i in range(8)]
+    bent = ("OPENCV", 80, 60, "60 60 40 30 -0.1 0.02 0.003 -0.002")
+    cameras = [("PINHOLE", 64 + 8 * (i % 3), 48 + 4 * (i % 2), "50 51 31 25") if i % 4 else bent for i in range(8)]
     project(tmp_path / "p", cameras)
     assert cli.main(["bag", "from-colmap", str(tmp_path / "p"), str(tmp_path / "bag"), "--fps", "5", "--storage", "sqlite3"]) == 0
-    assert cli.main(["replay", str(tmp_path / "bag"), "--lossless", "--no-mesh", "--backend", "cpu", "--threads", "1", "--holdout", "0", "--out", str(tmp_path / "out")]) == 0
+    options = ["--lossless", "--no-mesh", "--backend", "cpu", "--threads", "1", "--holdout", "0", "--out", str(tmp_path / "out")]
+    assert cli.main(["replay", str(tmp_path / "bag"), *options]) == 0
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["frames"] == {"in": 8, "used": 8, "dropped": {}}
 
