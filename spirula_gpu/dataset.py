@@ -8,6 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -95,8 +96,9 @@ def _sampled(depth_m: np.ndarray, width: int, height: int) -> np.ndarray:
     return np.ascontiguousarray(depth_m[at(depth_m.shape[0], height)[:, None], at(depth_m.shape[1], width)])
 
 
-def read_colmap(folder: str | os.PathLike) -> Scene:
-    """A COLMAP project: images/ and sparse/0/ (or sparse/), undistorted (PINHOLE, SIMPLE_PINHOLE). Raises SceneError."""
+def read_model(folder: str | os.PathLike) -> tuple[Path, Any, list]:
+    """A COLMAP project: images/ and sparse/0/ (or sparse/). The folder of the images; the pycolmap.Reconstruction; its posed images by name,
+    all of which are there. Raises SceneError, one line."""
     try:
         import pycolmap
     except ImportError as e:
@@ -107,20 +109,28 @@ def read_colmap(folder: str | os.PathLike) -> Scene:
         raise SceneError(f"{root}: neither sparse/0 nor sparse holds a COLMAP model (cameras.bin or cameras.txt)")
     try:
         reconstruction = pycolmap.Reconstruction(str(model))
-    except (ValueError, RuntimeError) as e:
-        raise SceneError(f"{model}: COLMAP does not read it: {e}") from None
+    except (ValueError, RuntimeError, LookupError, MemoryError) as e:  # a file that was cut or mixed shows as any of these
+        raise SceneError(f"{model}: COLMAP does not read it, are its files whole and of one model? It says: {' '.join(str(e).split())}") from None
     posed = sorted((image for image in reconstruction.images.values() if image.has_pose), key=lambda image: image.name)
     if not posed:
         raise SceneError(f"{model}: no image has a pose")
-    T_world_cam = np.tile(np.eye(4), (len(posed), 1, 1))
-    for T, image in zip(T_world_cam, posed):
-        T[:3] = image.cam_from_world().inverse().matrix()
     missing = [image.name for image in posed if not (root / "images" / image.name).is_file()]
     if missing:
         raise SceneError(f"{root / 'images'}: {len(missing)} of the model's {len(posed)} images are not there, e.g. {missing[0]}")
+    return root / "images", reconstruction, posed
+
+
+def world_from(image) -> np.ndarray:
+    """T_world_cam [4,4] float64 of an image of pycolmap."""
+    return np.vstack([image.cam_from_world().inverse().matrix(), [0, 0, 0, 1]])
+
+
+def read_colmap(folder: str | os.PathLike) -> Scene:
+    """A COLMAP project with undistorted images (PINHOLE, SIMPLE_PINHOLE). Raises SceneError."""
+    images, reconstruction, posed = read_model(folder)
     points = list(reconstruction.points3D.values())
-    return Scene(tuple(image.name for image in posed), tuple(_pinhole(reconstruction.cameras[image.camera_id]) for image in posed), T_world_cam,
-                 tuple((root / "images" / image.name).read_bytes() for image in posed), (),
+    return Scene(tuple(image.name for image in posed), tuple(_pinhole(reconstruction.cameras[image.camera_id]) for image in posed),
+                 np.array([world_from(image) for image in posed]), tuple((images / image.name).read_bytes() for image in posed), (),
                  np.array([p.xyz for p in points], np.float32).reshape(-1, 3), np.array([p.color for p in points], np.uint8).reshape(-1, 3))
 
 

@@ -14,6 +14,9 @@ from .config import param
 from .native import Engine
 
 
+TRANSPARENT = -20.0  # logit of an opacity of 2e-9
+
+
 @dataclass(frozen=True)
 class GrowConfig:
     start: int = param(500, "steps", "first relocation and growth", 0, 10_000_000)
@@ -47,7 +50,7 @@ class Growth:
         if n_new:
             weight = self._weight()[0]  # divided ones are worth less now
             first = len(self._engine)
-            self._append_blank(n_new)
+            append_transparent(self._engine, n_new)
             self._place(np.arange(first, first + n_new), weight)
             self.added += n_new
 
@@ -67,7 +70,9 @@ class Growth:
             src = np.searchsorted(ladder, self._rng.random(len(dst)) * ladder[-1], side="right")
             self._engine.relocate(dst, np.minimum(src, np.flatnonzero(weight)[-1]), self._config.dead_opacity)
 
-    def _append_blank(self, n: int) -> None:
-        """Memory for n more; relocation fills them at once."""
-        coefficients = (self._engine.sh_degree + 1) ** 2
-        self._engine.append(np.zeros((n, 3)), np.tile([1, 0, 0, 0], (n, 1)), np.zeros((n, 3)), np.zeros(n), np.zeros((n, coefficients, 3)))
+
+def append_transparent(engine: Engine, n: int) -> None:
+    """n more Gaussians, which relocation fills at once; where it cannot, they are not seen and pruning removes them."""
+    if n:
+        coefficients = (engine.sh_degree + 1) ** 2
+        engine.append(np.zeros((n, 3)), np.tile([1, 0, 0, 0], (n, 1)), np.zeros((n, 3)), np.full(n, TRANSPARENT), np.zeros((n, coefficients, 3)))

@@ -9,6 +9,7 @@ from .keyframes import Keyframe, Keyframes
 from .native import Engine, Hyper, InsertParams, NativeError
 from .refine import Refinement
 from .splats import Splats
+from .strategy import append_transparent
 
 ADAM_EPS = 1e-15
 NO_KEYFRAME = -1  # owner of Gaussians that came from a file
@@ -167,7 +168,7 @@ class Trainer:
         return n
 
     def prune(self) -> None:
-        """Remove what is transparent, oversized or not finite; at the limit move it onto badly fitted Gaussians instead."""
+        """Remove what is transparent, oversized or not finite, then divide what fits badly; at the limit only as many as were removed."""
         if not len(self.engine):
             return
         try:
@@ -176,23 +177,29 @@ class Trainer:
             self._refused(e)
 
     def _prune(self) -> None:
-        p = self.config.prune
-        opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity")))
+        p, n, limit = self.config.prune, len(self.engine), self.config.engine.max_gaussians
+        opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity").astype(np.float64)))
         scale = self.engine.read("map.log_scale").max(axis=1)
-        bad = ~(opacity >= p.min_opacity) | ~(scale <= np.log(max(p.max_scale_m * self.unit_m, 1e-30))) | ~np.isfinite(self.engine.read("map.mean")).all(axis=1)
-        full = bool(self.hint) or len(self.engine) > 0.95 * self.config.engine.max_gaussians
-        if bad.any() and not (p.relocate and full and self._relocate(np.flatnonzero(bad), ~bad)):
-            self.engine.keep(~bad)
+        good = (opacity >= p.min_opacity) & (scale <= np.log(max(p.max_scale_m * self.unit_m, 1e-30))) & np.isfinite(self.engine.read("map.mean")).all(axis=1)
+        full, removed = bool(self.hint) or n > 0.95 * limit, n - int(np.count_nonzero(good))
+        if removed:
+            self.engine.keep(good)
+        most = removed * p.relocate if full else int(p.growth * n)
+        if most:
+            error = np.nan_to_num(self.engine.read("stat.error"), posinf=0)
+            error[error < (0 if full else p.growth_error)] = 0
+            self._divide(error * opacity[good], min(most, limit - len(self.engine)))
 
-    def _relocate(self, dst: np.ndarray, alive: np.ndarray) -> bool:
-        """False: no error is known yet that would say where to."""
-        error = np.where(alive, np.nan_to_num(self.engine.read("stat.error")), 0)
-        if not error.sum() > 0:
-            return False
-        src = self._rng.choice(len(error), size=len(dst), p=error / error.sum())
-        self.engine.relocate(dst, src, self.config.prune.min_opacity)
-        self._unsorted += len(dst)
-        return True
+    def _divide(self, weight: np.ndarray, most: int) -> None:
+        """Each of at most so many Gaussians, drawn with this weight [n], becomes two at its place that together show what it did."""
+        n, drawn = len(weight), np.flatnonzero(weight)
+        count = min(most, len(drawn))
+        if not count:
+            return
+        src = self._rng.choice(drawn, size=count, replace=False, p=weight[drawn] / weight.sum())
+        append_transparent(self.engine, count)
+        self.engine.relocate(np.arange(n, n + count), src, self.config.prune.min_opacity)
+        self._unsorted += count
 
     def _sort_when_due(self) -> None:
         """Spatial order, once enough has come. Where scratch memory for it is not to be had, the map stays as it is until as much has come again."""

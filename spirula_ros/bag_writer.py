@@ -68,10 +68,10 @@ class BagWriter:
         fields = [TYPES.types["sensor_msgs/msg/PointField"](*row) for row in fields]
         self._write(topic, "sensor_msgs/msg/PointCloud2", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), height, width, fields, *rest)
 
-    def info(self, topic: str, stamp_ns: int, frame_id: str, camera: Camera, recv_ns: int | None = None) -> None:
-        """A pinhole CameraInfo; the engine's pixel centres go back to ROS's (cx, cy less 0.5)."""
+    def info(self, topic: str, stamp_ns: int, frame_id: str, camera: Camera, recv_ns: int | None = None, distortion: tuple[str, np.ndarray] | None = None) -> None:
+        """A pinhole CameraInfo, or with distortion (distortion_model, d); the engine's pixel centres go back to ROS's (cx, cy less 0.5)."""
         roi = TYPES.types["sensor_msgs/msg/RegionOfInterest"](0, 0, 0, 0, False)
-        self._write(topic, "sensor_msgs/msg/CameraInfo", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), *info_fields(camera), 0, 0, roi)
+        self._write(topic, "sensor_msgs/msg/CameraInfo", stamp_ns, recv_ns, self._header(stamp_ns, frame_id), *info_fields(camera, distortion), 0, 0, roi)
 
     def pose(self, topic: str, stamp_ns: int, frame_id: str, T: np.ndarray, recv_ns: int | None = None) -> None:
         """PoseStamped: T [4,4] maps points of the moving frame to frame_id."""

@@ -25,6 +25,10 @@ RGBD_EXAMPLES = """examples:
   spirula bag from-rgbd redkitchen kitchen64 --fps 7.5 --size 160x120 --color-f 525 --color-offset "-0.025 0 0" --lines 64
   spirula bag from-rgbd rgbd_dataset_freiburg1_desk desk --intrinsics "517.3 516.5 318.6 255.3"
 """
+COLMAP_EXAMPLES = """examples:
+  spirula bag from-colmap project project_bag --fps 2
+  spirula replay project_bag --lossless --refine-seconds 30
+"""
 REPLAY_EXAMPLES = """examples:
   spirula replay room --lossless --holdout 8 --out out
   spirula replay drive --rate 0.5 --image-topic /front/image_raw --depth-topic /front/depth
@@ -68,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add_replay(commands)
     bag = commands.add_parser("bag", help="make or look at recordings").add_subparsers(metavar="COMMAND", required=True)
     add_from_rgbd(bag)
+    add_from_colmap(bag)
     add_synthetic(bag)
     info = bag.add_parser("info", help="what a recording holds and which topics a replay would use")
     info.add_argument("bag", metavar="BAG")
@@ -175,6 +180,23 @@ def run_from_rgbd(args) -> None:
     from .rgbd import make_bag
     make_bag(args.folder, args.out, layout=args.layout, fps=args.fps, size=args.size, intrinsics=args.intrinsics, color_f=args.color_f,
              color_intrinsics=args.color_intrinsics, color_offset=args.color_offset, storage=args.storage, max_frames=args.max_frames, lines=args.lines)
+
+
+def add_from_colmap(commands) -> None:
+    p = _parser(commands.add_parser, "from-colmap", help="a recording from the images and poses of a COLMAP model", epilog=COLMAP_EXAMPLES,
+                description="Layout: images/ and sparse/0/ (or sparse/). Images go in as they are, in the order of their names, each with its own "
+                "CameraInfo and pose. Lengths are the model's own, which are no metres. Needs pycolmap.")
+    p.add_argument("folder", metavar="FOLDER")
+    p.add_argument("out", metavar="OUT", help="the rosbag2 directory to make")
+    p.add_argument("--fps", metavar="F", type=positive, default=2.0, help="images per second (default: %(default)s)")
+    add_bag_options(p)
+    p.add_argument("--max-frames", metavar="N", type=whole(1), help="only the first N")
+    p.set_defaults(run=run_from_colmap)
+
+
+def run_from_colmap(args) -> None:
+    from .colmap import make_bag
+    make_bag(args.folder, args.out, fps=args.fps, storage=args.storage, max_frames=args.max_frames)
 
 
 def add_synthetic(commands) -> None:

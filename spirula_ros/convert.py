@@ -301,10 +301,10 @@ class InfoFields(NamedTuple):
     p: np.ndarray
 
 
-def info_fields(camera: Camera) -> InfoFields:
-    """A pinhole without distortion; cx, cy go back to ROS's pixel centres (0.5 less)."""
+def info_fields(camera: Camera, distortion: tuple[str, np.ndarray] | None = None) -> InfoFields:
+    """A pinhole, with distortion (distortion_model, d) or without; cx, cy go back to ROS's pixel centres (0.5 less)."""
     cx, cy = camera.cx - 0.5, camera.cy - 0.5
-    return InfoFields(camera.height, camera.width, "plumb_bob", np.zeros(5),
+    return InfoFields(camera.height, camera.width, *(distortion or ("plumb_bob", np.zeros(5))),
                       np.array([camera.fx, 0, cx, 0, camera.fy, cy, 0, 0, 1], np.float64), np.eye(3).reshape(-1),
                       np.array([camera.fx, 0, cx, 0, 0, camera.fy, cy, 0, 0, 0, 1, 0], np.float64))
 

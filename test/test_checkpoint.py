@@ -98,7 +98,7 @@ def test_200_steps_are_100_and_a_checkpoint_and_100(precision, changes):
     assert resumed.resumed.steps == 100 and resumed.resumed.changed == {} and resumed.status().state == "running"
     expected, chosen = second(never)
     assert expected["status"][3] == 200 and len(set(chosen)) > 2
-    assert (never._trainer.state()["random"] != drawn) == bool(changes), "Gaussians are relocated where it is tight, and only there"
+    assert never._trainer.state()["random"] != drawn, "Gaussians are divided; where it is tight, in place of those that went"
     for name, mapper in {"goes on after saving": saving, "resumed": resumed}.items():
         got, its_chosen = second(mapper)
         assert its_chosen == chosen, name

@@ -36,7 +36,7 @@ def room(tmp_path_factory):
 
 def test_version_and_help(capsys):
     assert spirula(capsys, "--version") == (0, f"spirula {version()}\n", "")
-    for words in ((), ("replay",), ("bag",), ("bag", "from-rgbd"), ("bag", "synthetic"), ("bag", "info"), ("convert",), ("info",), ("params",)):
+    for words in ((), ("replay",), ("bag",), ("bag", "from-rgbd"), ("bag", "from-colmap"), ("bag", "synthetic"), ("bag", "info"), ("convert",), ("info",), ("params",)):
         code, out, _ = spirula(capsys, *words, "--help")
         assert code == 0 and out.startswith("usage: spirula")
     assert "examples:" in spirula(capsys, "replay", "--help")[1]

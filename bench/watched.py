@@ -1,0 +1,92 @@
+"""A Mapper with a clock at its stages, and pictures of the held-out frames at chosen times."""
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from spirula_gpu import Config, Frame, Mapper
+from spirula_gpu.metrics import cc_psnr, psnr, ssim
+from spirula_gpu.output import HeldOut
+
+
+@dataclass
+class Look:
+    """The held-out frames that had come, as the map showed them then."""
+    phase: str        # stream | corrected | refine
+    wall_s: float     # since the first frame
+    steps: int
+    gaussians: int
+    renders: list     # (Frame, [H,W,3] uint8)
+
+    def held_out(self) -> list[HeldOut]:
+        return [HeldOut(frame, rgb, psnr(frame.rgb, rgb), ssim(frame.rgb, rgb)) for frame, rgb in self.renders]
+
+    def figures(self) -> dict:
+        """Means over those frames; null where there are none."""
+        with ThreadPoolExecutor() as pool:  # numpy and OpenCV let go of the interpreter
+            each = list(pool.map(lambda pair: (psnr(pair[1], pair[0].rgb), cc_psnr(pair[1], pair[0].rgb), ssim(pair[1], pair[0].rgb)), self.renders))
+        means = [round(float(x), 4) for x in np.mean(each, axis=0)] if each else [None] * 3
+        return dict(phase=self.phase, wall_s=round(self.wall_s, 3), steps=self.steps, gaussians=self.gaussians, held_out=len(each),
+                    **dict(zip(("psnr", "cc_psnr", "ssim"), means)))
+
+
+class WatchedMapper(Mapper):
+    """A Mapper with a clock at its stages and renders of the held-out frames at chosen times; it maps as any other."""
+
+    def __init__(self, config: Config):
+        self.stages = {name: [0, 0.0] for name in ("gate", "insert", "step", "evaluate")}  # calls, seconds
+        self.looks, self.begun, self._look_at = [], time.monotonic(), []
+        super().__init__(config)
+
+    @contextmanager
+    def _timed(self, stage: str, calls: int = 1):
+        begin = time.perf_counter()
+        yield
+        entry = self.stages[stage]
+        entry[0], entry[1] = entry[0] + calls, entry[1] + time.perf_counter() - begin
+
+    def submit(self, frame: Frame) -> None:
+        with self._timed("gate", not frame.held_out):
+            super().submit(frame)
+
+    def _add(self, frame: Frame) -> None:
+        if frame.held_out:
+            return super()._add(frame)
+        with self._timed("insert"):  # on a GPU this waits for the step that runs
+            super()._add(frame)
+
+    def _steps(self, n: int) -> None:
+        with self._timed("step", n):
+            super()._steps(n)
+
+    def tick(self) -> bool:
+        if self._look_at and time.monotonic() >= self._look_at[0]:
+            self._look_at.pop(0)
+            self.look("stream")
+        return super().tick()
+
+    def begin(self, look_after_s: list[float]) -> None:
+        """Now comes the first frame; look at these times after it."""
+        self.begun = time.monotonic()
+        self._look_at = [self.begun + s for s in look_after_s]
+
+    def look(self, phase: str) -> None:
+        """On the thread that owns the map. Rendering alone: what the pictures are worth is worked out at the end."""
+        wall_s = time.monotonic() - self.begun
+        with self._timed("evaluate", len(self._held_out)):
+            renders = [(f, self._output.render(f.camera, f.T_cam_world)[0]) for f in self._held_out]
+        self.looks.append(Look(phase, wall_s, self._trainer.steps, len(self._engine), renders))
+
+    def stage_ms(self) -> dict:
+        """Mean wall milliseconds: of a frame through the gate, a keyframe inserted, a step, a held-out frame rendered."""
+        return {name: dict(calls=int(calls), ms=round(1e3 * seconds / max(calls, 1), 4), seconds=round(seconds, 3))
+                for name, (calls, seconds) in self.stages.items()}
+
+    def memory(self) -> dict:
+        """Bytes: of the engine by category, of the keyframes' images on the host, of this process."""
+        report = self.vram()
+        resident = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmRSS"))
+        return dict(engine=report.total, categories={name: capacity for name, (_, capacity) in sorted(report.categories.items())},
+                    device_process=report.process, pinned=report.pinned, keyframes=self._keyframes.bytes, resident=resident)
