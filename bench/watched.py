@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from spirula_gpu import Config, Frame, Mapper
-from spirula_gpu.metrics import cc_psnr, psnr, ssim
 from spirula_gpu.output import HeldOut
 
 
@@ -21,12 +20,12 @@ class Look:
     renders: list     # (Frame, [H,W,3] uint8)
 
     def held_out(self) -> list[HeldOut]:
-        return [HeldOut(frame, rgb, psnr(frame.rgb, rgb), ssim(frame.rgb, rgb)) for frame, rgb in self.renders]
+        with ThreadPoolExecutor() as pool:  # numpy and OpenCV let go of the interpreter
+            return list(pool.map(lambda pair: HeldOut.of(*pair), self.renders))
 
     def figures(self) -> dict:
         """Means over those frames; null where there are none."""
-        with ThreadPoolExecutor() as pool:  # numpy and OpenCV let go of the interpreter
-            each = list(pool.map(lambda pair: (psnr(pair[1], pair[0].rgb), cc_psnr(pair[1], pair[0].rgb), ssim(pair[1], pair[0].rgb)), self.renders))
+        each = [(h.psnr, h.cc_psnr, h.ssim) for h in self.held_out()]
         means = [round(float(x), 4) for x in np.mean(each, axis=0)] if each else [None] * 3
         return dict(phase=self.phase, wall_s=round(self.wall_s, 3), steps=self.steps, gaussians=self.gaussians, held_out=len(each),
                     **dict(zip(("psnr", "cc_psnr", "ssim"), means)))
@@ -76,7 +75,7 @@ class WatchedMapper(Mapper):
         """On the thread that owns the map. Rendering alone: what the pictures are worth is worked out at the end."""
         wall_s = time.monotonic() - self.begun
         with self._timed("evaluate", len(self._held_out)):
-            renders = [(f, self._output.render(f.camera, f.T_cam_world)[0]) for f in self._held_out]
+            renders = [(f, self._output.as_taken(f, self._keyframes.log_gain_at(f.stamp_ns))) for f in self._held_out]
         self.looks.append(Look(phase, wall_s, self._trainer.steps, len(self._engine), renders))
 
     def stage_ms(self) -> dict:

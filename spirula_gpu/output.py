@@ -30,6 +30,10 @@ class HeldOut(NamedTuple):
     ssim: float
     cc_psnr: float    # dB, after an affine colour fit: without what is of the exposure
 
+    @staticmethod
+    def of(frame: Frame, rgb: np.ndarray) -> HeldOut:
+        return HeldOut(frame, rgb, psnr(frame.rgb, rgb, frame.mask), ssim(frame.rgb, rgb, frame.mask), cc_psnr(rgb, frame.rgb, frame.mask))
+
 
 class Output:
     def __init__(self, engine: Engine, config: Config):
@@ -45,10 +49,13 @@ class Output:
         depth_m = np.where(alpha >= 0.5, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         return (np.clip(rgb, 0, 1) * 255 + 0.5).astype(np.uint8), depth_m, alpha
 
+    def as_taken(self, frame: Frame, log_gain: np.ndarray) -> np.ndarray:
+        """[H,W,3] uint8: the map from the frame's camera, at exp(log_gain [3]) times the map's exposure."""
+        return corrected(self.render(frame.camera, frame.T_cam_world)[0], -log_gain)
+
     def measure(self, frame: Frame, log_gain: np.ndarray) -> HeldOut:
-        """Over what the frame's mask shows, where it has one. log_gain [3]: of its exposure over the map's, as its neighbours in time have it."""
-        rgb = corrected(self.render(frame.camera, frame.T_cam_world)[0], -log_gain)
-        result = HeldOut(frame, rgb, psnr(frame.rgb, rgb, frame.mask), ssim(frame.rgb, rgb, frame.mask), cc_psnr(rgb, frame.rgb, frame.mask))
+        """log_gain [3]: of its exposure over the map's, as its neighbours in time have it."""
+        result = HeldOut.of(frame, self.as_taken(frame, log_gain))
         self._measured[frame.stamp_ns] = (result.psnr, result.ssim, result.cc_psnr)
         return result
 
