@@ -23,13 +23,14 @@ PARAMETERS = (  # argument, parameter, type, description
     ("image", "topics.image", str, "colour image topic; CompressedImage when it ends in /compressed"),
     ("image_transport", "topics.image_transport", str, "raw | compressed: compressed appends /compressed to the image topic"),
     ("camera_info", "topics.camera_info", str, "CameraInfo topic of the colour image"),
-    ("depth", "topics.depth", str, "depth image topic, registered to the colour image"),
+    ("depth", "topics.depth", str, "depth image topic, registered to the colour image; without depth, points and config, depth comes from several views"),
     ("depth_mode", "intake.depth", str, "require | use_if_there | ignore"),
     ("points", "topics.points", str, "PointCloud2 topic of a lidar: depth comes from it"),
     ("mask", "topics.mask", str, "mask topic, mono8: pixels of the image that are 0 in it are not of the scene"),
     ("mask_mode", "intake.mask", str, "off | use_if_there | require; require when a mask is given"),
     ("pose", "topics.pose", str, "pose topic"),
     ("pose_source", "intake.pose_source", str, "pose (PoseStamped) | odom (Odometry) | tf"),
+    ("path", "topics.path", str, "nav_msgs/Path that a SLAM corrects (loop closure): the map moves with it"),
     ("map_frame", "intake.map_frame", str, "frame of the map; needed with pose_source tf unless it is 'map'"),
     ("camera_frame", "intake.camera_frame", str, "optical frame of the camera, if the images do not name it"),
     ("backend", "engine.backend", str, "auto | cpu | cuda"),
@@ -53,6 +54,8 @@ def train_node(context):
     for name, parameter, implied in IMPLIED:
         if value[name]:
             given.setdefault(parameter, implied)
+    if not any(value[name] for name in ("depth", "points", "depth_mode", "config")):
+        given["intake.depth"] = "ignore"  # image and pose alone
     config = value["config"] and str(config_file(value["config"]))
     given["use_sim_time"] = flag(value["use_sim_time"])
     return [Node(

@@ -21,9 +21,10 @@ from .correct import Corrected, PathError, Track, motions
 from .formats import read_start_map
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes
+from .mesh import MeshError
 from .multiview import MultiView
 from .native import Engine, NativeError, largest_map
-from .output import MESH_FRAMES, HeldOut, MeshError, Output
+from .output import MESH_FRAMES, HeldOut, Output
 from .ply import check_path
 from .points import fill
 from .report import FrameLedger, Latest, Snapshot, Status, VramReport

@@ -12,7 +12,6 @@ from .correct import Scale
 from .exposure import corrected
 from .formats import format_of, write_map
 from .keyframes import Keyframe, Keyframes
-from .mesh import MeshError
 from .metrics import cc_psnr, psnr, ssim
 from .native import PARAMETERS, Engine, view
 from .report import MeshChunk

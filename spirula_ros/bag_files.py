@@ -4,7 +4,7 @@ from __future__ import annotations
 import sqlite3
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Collection, Iterator, NamedTuple
+from typing import BinaryIO, Callable, Collection, Iterator, NamedTuple
 
 try:
     from compression import zstd  # Python >= 3.14

@@ -6,6 +6,7 @@ Threads: everything here runs on the executor's thread (T0). The mapper's own th
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import signal
 import sys
 import threading

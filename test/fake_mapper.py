@@ -1,8 +1,6 @@
 """A Mapper without an engine: takes every frame, renders its image, fails on request. What the node's tests need, fast."""
 import concurrent.futures
-import dataclasses
 import threading
-import time
 
 import numpy as np
 

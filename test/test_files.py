@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spirula_gpu.config import Config, replaced
+from spirula_gpu.config import replaced
 from spirula_gpu.formats import FORMATS, FormatError, read_map, write_map
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.metrics import psnr

@@ -1,7 +1,6 @@
 """Every format: what comes back, what third parties read, what broken files do."""
 import glob
 import gzip
-import os
 import struct
 import tracemalloc
 import zlib

@@ -41,10 +41,14 @@ def test_train_launch_takes_frames_and_ends_cleanly(environment, tmp_path):
     assert len(re.findall(r"Ran 1 test", done.stdout)) == 2, done.stdout[-5000:]
 
 
-def test_ctrl_c_ends_launch_and_node(environment, tmp_path):
+@pytest.mark.parametrize("arguments, topics", [
+    (["points:=/velodyne_points", "mask:=/people", "path:=/slam/path"], ["/image", "/camera_info", "/people", "/slam/path", "/velodyne_points", "/pose"]),
+    ([], ["/image", "/camera_info", "/pose"]),                                     # without depth:= image and pose are enough
+    (["depth:=/depth_registered"], ["/image", "/camera_info", "/depth_registered", "/pose"])], ids=["points", "alone", "depth"])
+def test_it_listens_to_what_is_given_and_ctrl_c_ends_launch_and_node(environment, tmp_path, arguments, topics):
     log = tmp_path / "launch.log"
     with log.open("w") as file:  # a session of its own: like a terminal, and unlike a shell's background job, it takes SIGINT
-        process = subprocess.Popen([sys.executable, HERE / "launch_file.py", TRAIN, "backend:=cpu", "points:=/velodyne_points", "mask:=/people"], env=environment,
+        process = subprocess.Popen([sys.executable, HERE / "launch_file.py", TRAIN, "backend:=cpu", *arguments], env=environment,
                                    stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         deadline = time.monotonic() + 90
@@ -57,7 +61,7 @@ def test_ctrl_c_ends_launch_and_node(environment, tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     text = log.read_text()
-    assert "/velodyne_points" in text and "/people" in text and "/depth" not in text, "points and mask are used when they are given"
+    assert set(re.search(r"listening to (.*)", text)[1].split(", ")) - {"/tf", "/tf_static"} == set(topics)
     assert "process has finished cleanly" in text and "Traceback" not in text, text
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from abi import CAPACITY, STRUCTS, AbiError, Context, caller, hyper_of, struct, target_of, view_of
+from abi import CAPACITY, STRUCTS, AbiError, Context, hyper_of, struct, target_of, view_of
 from scenes import cameras, gaussians
 from spirula_gpu import native
 

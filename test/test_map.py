@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import oracle
-from abi import ARGUMENT, AbiError, Context, caller, hyper_of, target_of, view_of
-from scenes import cameras, gaussians, look
+from abi import ARGUMENT, AbiError, Context, caller, target_of, view_of
+from scenes import gaussians, look
 
 pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 SH0 = 0.28209479177387814

@@ -10,7 +10,6 @@ import abi
 from abi import Context, caller, hyper_of, struct, target_of, view_of
 from coded import flat, steps
 from conftest import cuda_missing
-from oracle import Gaussians
 from scenes import cameras, gaussians
 from spirula_gpu.metrics import psnr
 

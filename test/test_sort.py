@@ -4,7 +4,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from abi import ARGUMENT, CAPACITY, MEMORY, AbiError, Context, hyper_of, target_of, view_of
+from abi import ARGUMENT, CAPACITY, MEMORY, AbiError, Context, hyper_of, view_of
 from coded import BLOCK, CODED, codes, compact, flat, scene, steps
 from scenes import gaussians, look
 from spirula_gpu.config import replaced
