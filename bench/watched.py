@@ -17,11 +17,11 @@ class Look:
     wall_s: float     # since the first frame
     steps: int
     gaussians: int
-    renders: list     # (Frame, [H,W,3] uint8)
+    renders: list     # as HeldOut.of takes them
 
     def held_out(self) -> list[HeldOut]:
         with ThreadPoolExecutor() as pool:  # numpy and OpenCV let go of the interpreter
-            return list(pool.map(lambda pair: HeldOut.of(*pair), self.renders))
+            return list(pool.map(lambda seen: HeldOut.of(*seen), self.renders))
 
     def figures(self) -> dict:
         """Means over those frames; null where there are none."""
@@ -75,7 +75,7 @@ class WatchedMapper(Mapper):
         """On the thread that owns the map. Rendering alone: what the pictures are worth is worked out at the end."""
         wall_s = time.monotonic() - self.begun
         with self._timed("evaluate", len(self._held_out)):
-            renders = [(f, self._output.as_taken(f, self._keyframes.log_gain_at(f.stamp_ns))) for f in self._held_out]
+            renders = [(f, self._output.render(f.camera, f.T_cam_world)[0], self._keyframes.log_gain_at(f.stamp_ns)) for f in self._held_out]
         self.looks.append(Look(phase, wall_s, self._trainer.steps, len(self._engine), renders))
 
     def stage_ms(self) -> dict:

@@ -30,8 +30,10 @@ class HeldOut(NamedTuple):
     cc_psnr: float    # dB, after an affine colour fit: without what is of the exposure
 
     @staticmethod
-    def of(frame: Frame, rgb: np.ndarray) -> HeldOut:
-        return HeldOut(frame, rgb, psnr(frame.rgb, rgb, frame.mask), ssim(frame.rgb, rgb, frame.mask), cc_psnr(rgb, frame.rgb, frame.mask))
+    def of(frame: Frame, render: np.ndarray, log_gain: np.ndarray) -> HeldOut:
+        """render [H,W,3] uint8: the map as it is; log_gain [3]: of the frame's exposure over the map's, as its neighbours in time have it."""
+        rgb = corrected(render, -log_gain)
+        return HeldOut(frame, rgb, psnr(frame.rgb, rgb, frame.mask), ssim(frame.rgb, rgb, frame.mask), cc_psnr(render, frame.rgb, frame.mask))
 
 
 class Output:
@@ -48,13 +50,9 @@ class Output:
         depth_m = np.where(alpha >= 0.5, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         return (np.clip(rgb, 0, 1) * 255 + 0.5).astype(np.uint8), depth_m, alpha
 
-    def as_taken(self, frame: Frame, log_gain: np.ndarray) -> np.ndarray:
-        """[H,W,3] uint8: the map from the frame's camera, at exp(log_gain [3]) times the map's exposure."""
-        return corrected(self.render(frame.camera, frame.T_cam_world)[0], -log_gain)
-
     def measure(self, frame: Frame, log_gain: np.ndarray) -> HeldOut:
-        """log_gain [3]: of its exposure over the map's, as its neighbours in time have it."""
-        result = HeldOut.of(frame, self.as_taken(frame, log_gain))
+        """log_gain: as in HeldOut.of."""
+        result = HeldOut.of(frame, self.render(frame.camera, frame.T_cam_world)[0], log_gain)
         self._measured[frame.stamp_ns] = (result.psnr, result.ssim, result.cc_psnr)
         return result
 
