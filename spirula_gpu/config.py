@@ -82,7 +82,7 @@ class PruneConfig:
     min_opacity: float = param(0.005, "", "Gaussians below this opacity go", 0, 1, True)
     max_scale_m: float = param(2.0, "m", "Gaussians with a larger axis go", 0, 10000, True)
     growth: float = param(0.04, "", "each time, the map grows by at most this share: Gaussians that fit badly are divided; 0 = only insertion makes new ones", 0, 1, True)
-    growth_error: float = param(0.05, "px", "how badly: pixels covered times mean |render - image| there (colours in 0..1), which halves with each division", 0, 1000, True)
+    growth_error: float = param(0.2, "px", "how badly: pixels covered times mean |render - image| there (colours in 0..1), which halves with each division", 0, 1000, True)
     relocate: bool = param(True, "", "at max_gaussians or the budget, move weak Gaussians onto poorly fitted ones instead of growing", live=True)
 
 
