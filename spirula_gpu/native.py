@@ -300,11 +300,12 @@ class Engine:
         g, _alive = self._gaussians(means, quats, log_scales, logit_opacities, sh, 0)
         self._check(self._lib.spl_map_append(self._ctx, c.byref(g), owner))
 
-    def read(self, row: str) -> np.ndarray:
+    def read(self, row: str, first: int = 0, count: int | None = None) -> np.ndarray:
         """A copy of a map row, e.g. `map.mean` [n,3], `map.sh` [n,K,3], `adam.v.sh` [n,sh_degree+1], `adam.steps` [n] int32; names as in layout.h.
-        float32 in either precision."""
-        out = np.empty(*self._row_shape(row))
-        self._check(self._lib.spl_map_read(self._ctx, row.encode(), 0, len(out), out.ctypes.data))
+        float32 in either precision. Of `count` Gaussians from `first` on; None: of all that follow."""
+        shape, dtype = self._row_shape(row)
+        out = np.empty((shape[0] - first if count is None else count, *shape[1:]), dtype)
+        self._check(self._lib.spl_map_read(self._ctx, row.encode(), first, len(out), out.ctypes.data))
         return out
 
     def write(self, row: str, values, first: int = 0) -> None:
