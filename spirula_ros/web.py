@@ -22,6 +22,7 @@ from .web_server import close_server, open_server
 
 TICK_S, PANEL_S = 0.1, 0.5
 PICTURE_PX = 1600     # a picture that a browser asks for is no longer than this
+BEHIND_M = 0.5        # the newest pose is looked at from so far behind, so that its frustum is seen
 FOLLOW_M = 0.01       # the robot moved when its newest pose did by so much
 
 
@@ -111,10 +112,10 @@ class Viewer:
     def _look(self, T_world_cam) -> None:
         """Every browser, and those that come later."""
         self._followed = T_world_cam
-        look_from(self._server.initial_camera, T_world_cam)
+        look_from(self._server.initial_camera, T_world_cam, BEHIND_M)
         for client in self._server.get_clients().values():
             with client.atomic():
-                look_from(client.camera, T_world_cam)
+                look_from(client.camera, T_world_cam, BEHIND_M)
 
     # ---- from browsers to the mapper ----
 

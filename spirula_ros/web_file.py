@@ -25,6 +25,8 @@ def view(path: str, config: WebConfig, up: str = "z", stop: threading.Event | No
         splats = None if _is_mesh(path) else read_map(path)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
+    if splats is not None and not len(splats.means):
+        raise InputError(f"{path}: no Gaussians")
     mesh = _read_mesh(path) if splats is None else None
     server, url = open_server(config, os.path.basename(path))
     try:

@@ -102,7 +102,7 @@ class Panel:
         for name, color in (("held-out PSNR, dB", "#6cc070"), ("steps/s", "#4c9be8")):
             curve = Curve()
             axes = tuple({"stroke": "#8a8f98", "grid": {"stroke": "#8a8f9833"}, "size": size} for size in (30, 44))
-            self._curves[name] = curve, self._gui.add_uplot(curve.data(), ({"label": "s"}, {"label": name, "stroke": color, "width": 2}), title=name, height=150,
+            self._curves[name] = curve, self._gui.add_uplot(curve.data(), ({"label": "s"}, {"label": name, "stroke": color, "width": 2}), title=name, height=120,
                                                              scales={"x": {"time": False}}, axes=axes, legend={"show": False})
         self._vram = self._gui.add_html("")
 

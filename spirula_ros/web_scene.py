@@ -51,6 +51,11 @@ def camera_of(view, longest_px: int) -> tuple[np.ndarray, Camera]:
     return T, Camera(width, height, f, f, width / 2, height / 2)
 
 
+def linear(colors: np.ndarray) -> np.ndarray:
+    """sRGB bytes as the linear ones that glTF wants for vertices; 2.2 is near enough for a preview."""
+    return as_byte(255 * (colors / 255) ** 2.2)
+
+
 class Scene:
     """Nodes of a viser server. Not thread-safe: one thread calls it."""
 
@@ -90,7 +95,7 @@ class Scene:
             if held is chunk:
                 continue
             if len(chunk.triangles):
-                mesh = trimesh.Trimesh(chunk.vertices, chunk.triangles, vertex_colors=chunk.colors, process=False)
+                mesh = trimesh.Trimesh(chunk.vertices, chunk.triangles, vertex_colors=linear(chunk.colors), process=False)
                 name = "/mesh/" + "_".join(map(str, chunk.key))
                 self._chunks[chunk.key] = chunk, self._server.scene.add_mesh_trimesh(name, mesh, visible=self._shown["mesh"], cast_shadow=False)
             elif node is not None:
@@ -122,7 +127,8 @@ def hide_picture(client) -> None:
     client.scene.set_background_image(None)
 
 
-def look_from(view, T_world_cam: np.ndarray) -> None:
-    """Puts a viser camera (a client's, or the server's initial one) there: [4,4], camera axes x right, y down, z forward."""
-    position, forward = T_world_cam[:3, 3], T_world_cam[:3, 2]
-    view.position, view.look_at = position, position + forward
+def look_from(view, T_world_cam: np.ndarray, back_m: float = 0.0) -> None:
+    """Puts a viser camera (a client's, or the server's initial one) there, or so far behind: [4,4], camera axes x right, y down, z forward."""
+    forward = T_world_cam[:3, 2]
+    view.position = T_world_cam[:3, 3] - back_m * forward
+    view.look_at = T_world_cam[:3, 3] + forward

@@ -113,7 +113,7 @@ def _listen(config: WebConfig) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         remedy = "take another one (web.port, --web PORT; 0 = any that is free)" if config.port else "is it an address of this machine?"
-        raise InputError(f"web: {config.host} port {config.port}: {error.strerror}: {remedy}") from None
+        raise InputError(f"web: {config.host} port {config.port}: {error.strerror.split(' (')[0]}: {remedy}") from None
 
 
 _starting = threading.Lock()

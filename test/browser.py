@@ -66,11 +66,20 @@ class Browser:
         """PNG."""
         return base64.b64decode(self._call("GET", "/screenshot"))
 
-    def click(self, text: str) -> None:
-        """The button or tab with this text."""
-        found = self.run("const all = [...document.querySelectorAll('button, [role=tab]')].filter(e => e.textContent.trim() === arguments[0]);"
-                         "if (all.length) all[all.length - 1].click(); return all.length", text)
-        assert found, f"no button '{text}'"
+    def click(self, text: str, seconds: float = 30) -> None:
+        """The last button or tab with this text, or the checkbox beside it, when it is there; as a mouse does it."""
+        element = self.wait("let e = [...document.querySelectorAll('button, [role=tab], label')].findLast(e => e.textContent.trim() === arguments[0]);"
+                            "if (e?.tagName === 'LABEL') { while (e && !e.querySelector('input')) e = e.parentElement; e = e?.querySelector('input') }"
+                            "return e", text, seconds=seconds)
+        self._call("POST", f"/element/{next(iter(element.values()))}/click", {})
+
+    def wait(self, script: str, *arguments, seconds: float = 60):
+        """Until JavaScript returns something true: its value."""
+        end = time.monotonic() + seconds
+        while not (value := self.run(script, *arguments)):
+            assert time.monotonic() < end, f"waited {seconds} s in vain: {script} {arguments}: {self.run('return document.body.innerText')[:1000]}"
+            time.sleep(0.2)
+        return value
 
     def log(self) -> list[str]:
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
