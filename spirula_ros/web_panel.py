@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections import deque
 from typing import Any, Callable, Iterator
@@ -43,13 +44,14 @@ def vram_html(v: VramReport) -> str:
     for name, (used, capacity) in v.categories.items():
         if not (used or capacity):
             continue
-        widths = [min(100.0, 100 * n / whole) for n in (min(used, capacity or used), capacity)]
-        bar = (f'<div style="position:relative;height:9px;background:#8a8f9833;border-radius:3px"><div style="position:absolute;height:9px;border-radius:3px;width:{widths[1]:.1f}%;'
-               f'background:{COLORS.get(name, "#888")}66"></div><div style="position:absolute;height:9px;border-radius:3px;width:{widths[0]:.1f}%;background:{COLORS.get(name, "#888")}"></div></div>')
-        rows.append(f'<div style="display:flex;justify-content:space-between"><span>{html.escape(name)}</span><span>{mib(used)} / {mib(capacity)}</span></div>{bar}')
+        bar = "".join(f'<div style="position:absolute;height:9px;border-radius:3px;width:{min(100.0, 100 * n / whole):.1f}%;background:{COLORS.get(name, "#8a8f98")}{alpha}"></div>'
+                      for n, alpha in ((capacity, "66"), (used, "ff")))
+        rows.append(f'<div style="display:flex;align-items:center;gap:8px"><span style="width:76px">{html.escape(name)}</span>'
+                    f'<div style="position:relative;flex:1;height:9px;background:#8a8f9833;border-radius:3px">{bar}</div>'
+                    f'<span style="width:110px;text-align:right">{mib(used)}{f" / {mib(capacity)}" if capacity else ""}</span></div>')
     budget = f" of {mib(v.budget)} budget" if v.budget else ""
     return (f'<div style="padding:0 14px;font-size:13px;line-height:1.5"><b>{mib(v.total)}</b>{budget} held; the arena saves {mib(v.arena_saved)}'
-            f'{"".join(rows)}<div style="color:#8a8f98">used / held; what lives in the arena is held under other</div></div>')
+            f'{"".join(rows)}<div style="color:#8a8f98">used / held; the arena is held under other</div></div>')
 
 
 def mib(n: int) -> str:
@@ -76,9 +78,9 @@ class Curve:
         return x, y
 
 
-def adjustable() -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, default, field) of the mapper's parameters that may change while it runs: numbers and switches."""
-    return ((name, default, field) for name, default, field in engine.rows() if field.metadata["live"] and not isinstance(default, str))
+def adjustable(config: engine.Config) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value, field) of the mapper's parameters that may change while it runs: numbers and switches."""
+    return ((name, value, field) for name, value, field in engine.rows(config) if field.metadata["live"] and not isinstance(value, str))
 
 
 class Panel:
@@ -98,13 +100,12 @@ class Panel:
             self._build_tune(config)
 
     def _build_map(self) -> None:
-        self._status = self._gui.add_html("")
+        self._status, self._vram = self._gui.add_html(""), self._gui.add_html("")
         for name, color in (("held-out PSNR, dB", "#6cc070"), ("steps/s", "#4c9be8")):
             curve = Curve()
             axes = tuple({"stroke": "#8a8f98", "grid": {"stroke": "#8a8f9833"}, "size": size} for size in (30, 44))
-            self._curves[name] = curve, self._gui.add_uplot(curve.data(), ({"label": "s"}, {"label": name, "stroke": color, "width": 2}), title=name, height=120,
+            self._curves[name] = curve, self._gui.add_uplot(curve.data(), ({"label": "s"}, {"label": name, "stroke": color, "width": 2}), title=name, height=110,
                                                              scales={"x": {"time": False}}, axes=axes, legend={"show": False})
-        self._vram = self._gui.add_html("")
 
     def _build_view(self) -> None:
         for what, label, on in (("splats", "splats", True), ("cameras", "keyframes", True), ("mesh", "mesh", False)):
@@ -130,23 +131,22 @@ class Panel:
             client.gui.add_button("Cancel").on_click(lambda _: modal.close())
 
     def _build_tune(self, config: engine.Config) -> None:
-        values, folders = {name: value for name, value, _ in engine.rows(config)}, {}
-        for name, default, field in adjustable():
-            group, leaf = name.split(".")
-            folder = folders.setdefault(group, self._gui.add_folder(group, expand_by_default=False) if group not in folders else folders.get(group))
-            with folder:
-                self._add_input(name, leaf, values[name], field.metadata)
+        for group, rows in itertools.groupby(adjustable(config), lambda row: row[0].split(".")[0]):
+            with self._gui.add_folder(group, expand_by_default=False):
+                for name, value, field in rows:
+                    self._add_input(name, value, field.metadata)
 
-    def _add_input(self, name: str, label: str, value: Any, meta: dict[str, Any]) -> None:
+    def _add_input(self, name: str, value: Any, meta: dict[str, Any]) -> None:
+        kind, label = type(value), name.split(".")[1]
         hint = meta["help"] + (f" [{meta['unit']}]" if meta["unit"] else "")
         if isinstance(value, bool):
             handle = self._gui.add_checkbox(label, value, hint=hint)
         elif isinstance(value, float) and (meta["low"], meta["high"]) == (0, 1) and value >= 0.05:
             handle = self._gui.add_slider(label, 0.0, 1.0, 0.01, value, hint=hint)
         else:
-            low, high = (type(value)(meta[side]) for side in ("low", "high"))
-            handle = self._gui.add_number(label, value, min=low, max=high, step=1 if isinstance(value, int) else 10.0 ** math.floor(math.log10(value or 0.1) - 1), hint=hint)
-        handle.on_update(lambda event: self._act("configure", {name: event.target.value}))
+            step = 1 if kind is int else 10.0 ** math.floor(math.log10(value or 0.1) - 1)
+            handle = self._gui.add_number(label, value, min=kind(meta["low"]), max=kind(meta["high"]), step=step, hint=hint)
+        handle.on_update(lambda event: self._act("configure", {name: kind(event.target.value)}))   # a browser has no 1.0
 
     def record(self, seconds: float, s: Status) -> None:
         """Also while nobody looks: who comes later sees the whole curve."""

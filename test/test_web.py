@@ -316,6 +316,6 @@ def test_a_curve_is_thinned_and_keeps_both_ends():
 
 
 def test_only_live_parameters_can_be_changed():
-    names = [name for name, _, _ in adjustable()]
+    names = [name for name, _, _ in adjustable(Config())]
     assert "train.steps_per_frame" in names and "prune.relocate" in names
     assert not {"engine.max_gaussians", "train.start_map", "train.max_keyframes"} & set(names)
