@@ -100,6 +100,6 @@ setup(
         "open3d-cpu>=0.18; platform_machine == 'x86_64' and sys_platform == 'linux'",
         "open3d>=0.18; platform_machine != 'x86_64' or sys_platform != 'linux'",
     ],
-    extras_require={"ros": ROS, "test": ["pytest>=7,<8", "hypothesis>=6", "plyfile>=1"]},
+    extras_require={"ros": ROS, "web": ["viser>=1.1,<1.2"], "test": ["pytest>=7,<8", "hypothesis>=6", "plyfile>=1"]},
     zip_safe=False,
 )

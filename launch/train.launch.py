@@ -37,6 +37,10 @@ PARAMETERS = (  # argument, parameter, type, description
     ("holdout_every", "eval.holdout_every", int, "keep every n-th frame out of the map and measure with it"),
     ("checkpoint", "checkpoint.path", str, "save everything that training needs here, once a minute and when the node stops"),
     ("resume", "checkpoint.resume", flag, "true: go on from the checkpoint when it is there"),
+    ("web", "web.enabled", flag, "true: serve the live viewer to browsers"),
+    ("web_port", "web.port", int, "port of the live viewer"),
+    ("web_host", "web.host", str, "address of the live viewer; another one than loopback needs web_token"),
+    ("web_token", "web.token", str, "token that browsers must know"),
     ("save_path", "output.map_path", str, "write the map here (.ply) when the node stops"),
 )
 IMPLIED = (("points", "intake.depth_source", "points"), ("mask", "intake.mask", "require"))  # argument, parameter, value when the argument is given

@@ -27,12 +27,15 @@ from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, Output
 from .ply import check_path
 from .points import fill
-from .report import FrameLedger, Latest, Snapshot, Status, VramReport
+from .report import FrameLedger, Latest, Snapshot, SplatSnapshot, Status, VramReport
 from .splats import FormatError
 from .trainer import Trainer, refused
 from .trajectory import write_poses
 
 ENDED_S = 3.0   # without a new frame: keyframes do not wait for better neighbours any more
+
+
+COMMANDS = ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Wants:
     render: bool = False
     mesh: bool = False
     render_period_s: float = 0.5
+    splats: int = 0             # a viewer takes so many Gaussians at most
+    splats_period_s: float = 2.0
 
 
 def settle(future: Future, outcome) -> None:
@@ -57,6 +62,8 @@ class Mapper:
 
     STEPS_PER_TICK = 5
     SAVING_SHARE = 0.05   # of the time, at most, goes into periodic checkpoints
+    SHOWING_SHARE = 0.05  # .. and into copies of the map for a viewer
+    VIEWER_POSES = 100    # keyframes that a viewer gets
 
     def __init__(self, config: Config = Config()):
         try:
@@ -65,7 +72,7 @@ class Mapper:
             raise CheckpointError(str(e)) from None
         self.config = config
         self.ledger = FrameLedger()
-        self.latest = Latest()
+        self.latest, self.splats = Latest(), Latest()   # Snapshot, SplatSnapshot
         self.wants = Wants()
         self._inbox = Inbox(self.ledger)
         self._gate, self._track, self._submitting = Gate(), Track(), threading.Lock()  # a frame is through the gate and in the inbox, or neither
@@ -104,17 +111,23 @@ class Mapper:
 
     def command(self, name: str, *args) -> Future:
         """Queue a command for T1 (inline mode: run it now): save_map(path), save_poses(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
-        view(T_world_cam|None, camera|None), configure(Config), evaluate(), refine(seconds), correct(stamps, poses)."""
+        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure(Config), evaluate(), refine(seconds), correct(stamps, poses)."""
+        if self._thread is not None or name not in COMMANDS:
+            return self.post(name, *args)
         future: Future = Future()
-        if name not in ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "configure", "evaluate", "refine", "correct"):
+        self._run_command(name, args, future)
+        return future
+
+    def post(self, name: str, *args) -> Future:
+        """As command, but never on the caller's thread: in inline mode it waits for the next tick(). For a viewer's threads."""
+        future: Future = Future()
+        if name not in COMMANDS:
             settle(future, ValueError(f"unknown command '{name}'"))
-        elif self._thread is None:
-            self._run_command(name, args, future)
-        else:
-            self._commands.put((name, args, future))
-            self._inbox.wake.set()
-            if self._thread is None or self._status.get().state == "error":   # it stopped meanwhile
-                self._refuse_commands()
+            return future
+        self._commands.put((name, args, future))
+        self._inbox.wake.set()
+        if self._stopping or self._status.get().state == "error":   # it stopped meanwhile
+            self._refuse_commands()
         return future
 
     def status(self) -> Status:
@@ -175,7 +188,8 @@ class Mapper:
         self._problem, self._unsaved, self._budget_hint, self._path_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
-        self._last = dict(frame=0.0, render=0.0, mesh=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
+        self._shown, self._showing_s = None, 0.0
+        self._last = dict(frame=0.0, render=0.0, mesh=0.0, splats=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
         self._tell()
 
     def _work(self) -> None:
@@ -342,6 +356,7 @@ class Mapper:
             self._measure(self._held_out[self._evaluated % len(self._held_out)])
         if now - self._last["tell"] > 0.2:
             self._tell()
+        self._show_splats(now)
         if not self._keyframes:
             return False
         mesh = self.wants.mesh and self._can_mesh and self.config.mesh.period_s > 0 and self._due_at("mesh", now, self.config.mesh.period_s)
@@ -351,6 +366,18 @@ class Mapper:
         if mesh or render:
             self.latest.set(self._snapshot())
         return bool(mesh or render)
+
+    def _show_splats(self, now: float) -> None:
+        """The map for a viewer, when it has changed."""
+        w, state = self.wants, (self._trainer.steps, self._next_id, len(self._engine))
+        if not w.splats or not len(self._engine) or state == self._shown:
+            return
+        if not self._due_at("splats", now, max(w.splats_period_s, self._showing_s / self.SHOWING_SHARE)):
+            return
+        keyframes = self._keyframes.spread(self.VIEWER_POSES)
+        poses = np.array([k.frame.T_world_cam for k in keyframes]).reshape(-1, 4, 4)
+        self.splats.set(SplatSnapshot(self._trainer.steps, self._output.splats(w.splats), len(self._engine), poses, keyframes[-1].frame.camera if keyframes else None))
+        self._shown, self._showing_s = state, time.monotonic() - now
 
     def _due_at(self, what: str, now: float, period_s: float) -> bool:
         if now - self._last[what] < period_s:
@@ -518,6 +545,7 @@ class Mapper:
             self._track = Track()
             self._inbox.drop_all("reset")
         self.latest.set(None)
+        self.splats.set(None)
         if paused:
             self._do_pause(True)
 
@@ -527,6 +555,10 @@ class Mapper:
 
     def _do_view(self, T_world_cam=None, camera: Camera | None = None) -> None:
         self._view = (None if T_world_cam is None else np.asarray(T_world_cam, float), camera)
+
+    def _do_render(self, T_world_cam: np.ndarray, camera: Camera) -> np.ndarray:
+        """The map from there, once: [H,W,3] uint8."""
+        return self._output.render(camera, np.linalg.inv(T_world_cam).astype(np.float32))[0]
 
     def _do_configure(self, config: Config) -> None:
         self.config = self._trainer.config = self._trainer.refinement.config = config

@@ -15,7 +15,7 @@ from .keyframes import Keyframe, Keyframes
 from .metrics import cc_psnr, psnr, ssim
 from .native import PARAMETERS, Engine, view
 from .report import MeshChunk
-from .splats import Splats
+from .splats import BLOCK, Splats, most_visible
 
 MESH_FRAMES = 300   # keyframes that a mesh file is made of, at most
 SCALE_FRAMES, COARSE_PX = 8, 4  # keyframes, and every so many-th pixel of them, that say how far away things are
@@ -49,6 +49,17 @@ class Output:
         rgb, alpha, depth = (x[0] for x in self._engine.render(v))
         depth_m = np.where(alpha >= 0.5, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         return (np.clip(rgb, 0, 1) * 255 + 0.5).astype(np.uint8), depth_m, alpha
+
+    def splats(self, most: int) -> Splats:
+        """A copy of the `most` Gaussians that show most (opacity * area), in the map's order; of their SH only the constant [n,1,3]."""
+        n, rows = len(self._engine), {name: [] for name in PARAMETERS}
+        chosen = np.arange(n) if n <= most else most_visible(self._engine.read("map.log_scale"), self._engine.read("map.logit_opacity"), most)
+        for first in range(0, n, BLOCK):
+            here = chosen[np.searchsorted(chosen, first):np.searchsorted(chosen, first + BLOCK)] - first
+            for name in PARAMETERS:
+                block = self._engine.read(f"map.{name}", first, BLOCK)
+                rows[name].append((block[:, :1] if name == "sh" else block)[here])
+        return Splats(*(np.concatenate(blocks) for blocks in rows.values()))
 
     def measure(self, frame: Frame, log_gain: np.ndarray) -> HeldOut:
         """log_gain: as in HeldOut.of."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .camera import Camera
+from .splats import Splats
 
 
 class FrameLedger:
@@ -118,6 +119,16 @@ class Snapshot:
     status: Status
     vram: VramReport
     mesh: tuple[MeshChunk, ...] = ()   # every chunk; one that did not change is the same object as in the snapshot before
+
+
+@dataclass(frozen=True)
+class SplatSnapshot:
+    """The map as a viewer draws it. Arrays are nobody else's."""
+    steps: int
+    splats: Splats              # sh [n,1,3]: without the dependence on the view
+    gaussians: int              # of the whole map; n of them are here
+    poses: np.ndarray           # [K,4,4] float64 T_world_cam of keyframes, evenly over time, the newest last
+    camera: Camera | None       # the newest keyframe's; None: there is none, and K is 0
 
 
 class Latest:

@@ -58,6 +58,15 @@ def colors(splats: Splats) -> np.ndarray:
     return 0.5 + SH0 * splats.sh[:, 0]
 
 
+def most_visible(log_scales: np.ndarray, logit_opacities: np.ndarray, most: int) -> np.ndarray:
+    """Sorted indices of at most `most` Gaussians, those with the largest opacity * area; the area goes with the product of the two larger axes [N,3]."""
+    if len(log_scales) <= most:
+        return np.arange(len(log_scales))
+    with np.errstate(invalid="ignore"):
+        shows = log_scales.sum(1) - log_scales.min(1) - np.logaddexp(0, -logit_opacities)
+    return np.sort(np.argpartition(np.nan_to_num(shows, nan=-np.inf, posinf=-np.inf), -most)[-most:])
+
+
 def as_byte(x: np.ndarray) -> np.ndarray:
     """The nearest of 0..255; uint8."""
     return np.rint(np.clip(x, 0, 255)).astype(np.uint8)

@@ -13,6 +13,8 @@ EXAMPLES = """examples:
   spirula replay room --lossless --out out         map it; report, pictures, .ply and mesh in out/
   spirula replay drive.mcap --backend cuda         a recording of your own, in real time
   spirula replay room --via-ros                    the same through real ROS 2 topics and the node
+  spirula replay room --web                        .. and look at it in a browser meanwhile
+  spirula view out/map.ply                         a map or mesh in a browser
   spirula info out/map.ply                         what a file holds: map, recording, checkpoint, mesh, poses
   spirula convert out/map.ply map.spz              a map for the web; also .compressed.ply, .splat, .npy ..
   spirula forecast --gaussians 10e6 --size 1920x1080 --precision compact
@@ -79,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     add_topics(info)
     info.set_defaults(run=run_info)
     add_files(commands)
+    add_view(commands)
     add_forecast(commands)
     params = commands.add_parser("params", help="print every parameter as a file for --config and ROS")
     params.add_argument("--config", metavar="F", help="start from this file")
@@ -119,6 +122,7 @@ def add_replay(commands) -> None:
     p.add_argument("--seed", metavar="N", type=whole(0), help="of every random choice (default: 0)")
     p.add_argument("--threads", metavar="N", type=whole(0), help="CPU threads of the engine (default: 0 = all cores)")
     p.add_argument("--mesh", action=argparse.BooleanOptionalAction, default=True, help="write mesh.ply (default: yes)")
+    p.add_argument("--web", metavar="PORT", type=port, nargs="?", const=-1, help="serve the live viewer to browsers on this machine (default port: 8080)")
     p.add_argument("--via-ros", action="store_true", help="start the node and play the recording to it through real topics (needs rclpy)")
     add_topics(p)
     p.set_defaults(run=run_replay)
@@ -138,6 +142,8 @@ def settings_from(args):
     """The `Settings` that the options of `replay` describe."""
     from .settings import settings
     options = {"engine.backend": args.backend, "engine.seed": args.seed, "engine.threads": args.threads, "eval.holdout_every": args.holdout}
+    if args.web is not None:
+        options.update({"web.enabled": True, "web.port": args.web if args.web >= 0 else None})
     found = settings(args.config, options, args.assignments)
     if "eval.holdout_every" not in found.given:
         found = settings(args.config, {**options, "eval.holdout_every": 8}, args.assignments)
@@ -241,6 +247,26 @@ def run_params(args) -> None:
     print(yaml_text(values), end="")
 
 
+# ---- view ------------------------------------------------------------------------------------------------------------
+
+def add_view(commands) -> None:
+    p = commands.add_parser("view", help="a map or mesh in a browser, until Ctrl-C", description="Shows .ply, .compressed.ply, .splat and .spz maps and meshes. "
+                            "Where poses.txt lies beside it, the view begins at its first pose.")
+    p.add_argument("file", metavar="FILE")
+    p.add_argument("--port", metavar="PORT", type=port, default=8080, help="0 = any that is free (default: %(default)s)")
+    p.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="another one than loopback needs --token (default: %(default)s)")
+    p.add_argument("--token", metavar="T", default="", help="browsers must know it")
+    p.add_argument("--max-splats", metavar="N", type=whole(1), default=1_000_000, help="at most so many, those that show most (default: %(default)s)")
+    p.add_argument("--up", choices=("x", "-x", "y", "-y", "z", "-z"), default="z", help="which way is up in the file; COLMAP and most 3DGS files: -y (default: %(default)s)")
+    p.set_defaults(run=run_view)
+
+
+def run_view(args) -> None:
+    from .params import WebConfig
+    from .web_file import view
+    view(args.file, WebConfig(host=args.host, port=args.port, token=args.token, max_splats=args.max_splats), args.up)
+
+
 # ---- forecast ----------------------------------------------------------------------------------------------------------
 
 def add_forecast(commands) -> None:
@@ -302,6 +328,12 @@ def whole(low: int):
             raise argparse.ArgumentTypeError(f"'{text}' must be {low} or more")
         return value
     return whole_number
+
+
+def port(text: str) -> int:
+    if not 0 <= (value := int(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a port, 0 to 65535; 0 = any that is free")
+    return value
 
 
 def count(low: int):

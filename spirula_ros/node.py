@@ -24,6 +24,7 @@ from rclpy.exceptions import NameValidationException
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.impl.implementation_singleton import rclpy_implementation
 from rclpy.node import Node
+from rclpy.parameter import Parameter
 from rclpy.signals import SignalHandlerOptions
 from rclpy.utilities import remove_ros_args
 from std_srvs.srv import SetBool, Trigger
@@ -78,6 +79,7 @@ class TrainNode(Node):
         self._subscribe()
         self._serve()
         self.add_on_set_parameters_callback(self._set_parameters)
+        self.web = self._open_viewer() if self.ros.web.enabled else None
         self.create_timer(TICK_S, self._safely("the timer", self._tick), clock=Clock(clock_type=ClockType.STEADY_TIME))
         self.mapper.start()
         self.get_logger().info("listening to " + ", ".join(source.topic for source in self.inputs))
@@ -175,7 +177,8 @@ class TrainNode(Node):
         self.intake.poll()
         self._explain_silence(time.monotonic())
         self._look_for_twins(time.monotonic())
-        self.mapper.wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, 1 / self.ros.publish.render_hz)
+        wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, 1 / self.ros.publish.render_hz)
+        self.mapper.wants = self.web.wanted(wants) if self.web else wants
         self.outputs.publish(self.ros.publish, "\n".join(filter(None, (self._twins, self._hint))), self.internal_error)
 
     @property
@@ -258,11 +261,31 @@ class TrainNode(Node):
         if config != self.config:
             self.mapper.command("configure", config).add_done_callback(self._configured)
         self.ros, self.config = ros, config
+        if self.web:
+            self.web.config = ros.web
         return SetParametersResult(successful=True)
 
     def _configured(self, done) -> None:
         if done.exception() is not None:
             self.get_logger().error(f"the mapper refused the new parameters: {done.exception()}")
+
+    # ---- the viewer ----
+
+    def _open_viewer(self):
+        """Raises InputError. What is changed in a browser is a change of the node's parameters, on the executor's thread."""
+        from .web import Viewer
+
+        def change(values):
+            for result in self.set_parameters([Parameter(name, value=value) for name, value in values.items()]):
+                if not result.successful:
+                    raise ValueError(result.reason)
+
+        def configure(values):
+            self.executor.create_task(self._safely("a change of parameters", change), values)
+        viewer = Viewer(self.mapper, self.ros.web, note=lambda: "\n".join(filter(None, (self._twins, self._hint, self.internal_error))),
+                        configure=configure, save_to=self.ros.output.map_path)
+        self.get_logger().info(f"viewer: {viewer.url}")
+        return viewer
 
     # ---- the end ----
 
@@ -275,6 +298,8 @@ class TrainNode(Node):
             code = save_files(self.mapper, {"checkpoint": self.config.checkpoint.path, "map": self.ros.output.map_path}, self.get_logger())
         with self._command_lock:
             self._ending = True
+        if self.web:
+            self.web.close()
         self.mapper.stop()
         self._background.shutdown(wait=False, cancel_futures=True)
         self.outputs.publish_status(self._hint, self.internal_error)

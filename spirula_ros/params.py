@@ -61,6 +61,16 @@ class WatchConfig:
     repeat_s: float = param(10.0, "s", ".. and again this often", 0.1, 3600, True)
 
 
+@dataclass(frozen=True)
+class WebConfig:
+    enabled: bool = param(False, "", "serve the live viewer to browsers (needs viser: pip install 'spirula_ros[web]')")
+    host: str = param("127.0.0.1", "", "address that it listens on; another one than loopback needs web.token")
+    port: int = param(8080, "", "port that it listens on; 0 = any that is free", 0, 65535)
+    token: str = param("", "", "browsers must know it (?token=..): 12 or more of A-Z a-z 0-9 - _; it travels unencrypted; empty = none, loopback alone")
+    max_splats: int = param(1_000_000, "Gaussians", "a browser gets so many at most, those that show most; 32 bytes each and update", 1, 20_000_000, True)
+    period_s: float = param(2.0, "s", "shortest time between updates of the splats while someone looks", 0.1, 3600, True)
+
+
 CHOICES = {
     "topics.image_transport": ("raw", "compressed"),
     "topics.pose_type": ("PoseStamped", "PoseWithCovarianceStamped", "TransformStamped"),
@@ -82,6 +92,7 @@ class RosConfig:
     publish: PublishConfig = PublishConfig()
     output: OutputConfig = OutputConfig()
     watch: WatchConfig = WatchConfig()
+    web: WebConfig = WebConfig()
 
 
 def rows() -> Iterator[tuple[str, Any, dataclasses.Field]]:

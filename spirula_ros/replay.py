@@ -5,6 +5,7 @@ At a rate: the mapper's own thread, frames at the times they were recorded, drop
 """
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, TextIO
+from typing import Any, Callable, Iterator, TextIO
 
 from tqdm import tqdm
 
@@ -59,7 +60,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
                 print(line, file=screen)
             run = Run(bag, topics, mapper, options, settings)
             remove_results(out, settings.ros.output.map_file, options.mesh)
-            with StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
+            with viewer(run, settings, screen), StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
                 timing = run.train(stop, progress)
                 outcome = run.report(out, timing)
                 run.save()
@@ -70,6 +71,21 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     if mapper.ledger.counts().used == 0:
         raise InputError(f"{options.bag}: not one frame could be used; " + run.intake.describe_silence().replace("\n", "; "))
     return outcome
+
+
+@contextlib.contextmanager
+def viewer(run: Run, settings: Settings, screen: TextIO) -> Iterator[None]:
+    """The live viewer, while the replay lasts and web.enabled says so. Raises InputError."""
+    if not settings.ros.web.enabled:
+        yield
+        return
+    from .web import Viewer
+    web = Viewer(run.mapper, settings.ros.web, note=lambda: run.intake.last_problem, save_to=settings.ros.output.map_path, drive=True)
+    print(f"viewer: {web.url}", file=screen, flush=True)
+    try:
+        yield
+    finally:
+        web.close()
 
 
 class Run:
@@ -188,6 +204,7 @@ class Lossless:
 
     def train(self, seconds: float | None, steps: int) -> None:
         self.mapper.train(seconds=seconds, steps=steps)
+        self.mapper.tick()   # what a viewer asks for; no frame waits and no step is due
 
     def ask(self, name: str, *args: Any) -> Any:
         future = self.mapper.command(name, *args)

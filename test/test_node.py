@@ -126,6 +126,27 @@ def rig(request):
     rig.close()
 
 
+def test_the_viewer_in_the_node(tmp_path):
+    """A change in a browser is one of the node's parameters; what the node asks of the mapper includes what browsers want."""
+    conftest.importorskip("viser", "run `make test`, which installs it")
+    rig = Rig(Mapper, **{"web.enabled": True, "web.port": 0, "engine.backend": "cpu", "engine.threads": 1})
+    web = rig.node.web
+    try:
+        web._act("configure", {"train.steps_per_frame": 7})
+        rig.until(lambda: rig.node.get_parameter("train.steps_per_frame").value == 7 and rig.mapper.config.train.steps_per_frame == 7)
+        web._act("configure", {"train.steps_per_frame": -7})
+        rig.until(lambda: "steps_per_frame" in rig.node.internal_error)   # shown in the panel
+        web._server.get_clients = lambda: {0: None}
+        rig.until(lambda: rig.mapper.wants.splats == 1_000_000)
+        rig.node.set_parameters([Parameter("web.max_splats", value=1000)])
+        rig.until(lambda: rig.mapper.wants.splats == 1000)
+        web._server.get_clients = dict
+        rig.until(lambda: rig.mapper.wants.splats == 0)
+    finally:
+        assert rig.close() == 0
+    assert not web._thread.is_alive()
+
+
 def test_frames_in_and_everything_out(rig):
     rgb, depth, info = rig.hear(Image, "render/image"), rig.hear(Image, "render/depth"), rig.hear(CameraInfo, "render/camera_info")
     status, vram, mesh = rig.hear(MapStatus, "status", LATCHED), rig.hear(VramReport, "vram", LATCHED), rig.hear(MarkerArray, "mesh", LATCHED)

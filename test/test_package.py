@@ -23,6 +23,7 @@ ROSDEP = {  # import name -> rosdep key
 PIP = {"cv2": "opencv-python", "open3d": "open3d-cpu", "yaml": "pyyaml",  # where it differs from the import name
        "lz4": "rosbags", "backports": "rosbags", "compression": "rosbags"}  # what rosbags itself requires
 WITHOUT_WHEEL = {"cv_bridge", "tf2_msgs", "tf2_ros", "launch", "launch_ros"}  # no pip requirement can name them
+WEB = {"viser", "rich", "trimesh", "websockets", "msgspec"}  # the extra `web`, optional and without a rosdep key: viser and what it requires
 NOT_IMPORTED = {"rosidl_default_runtime", "libgomp1"}  # needed at run time by the messages and the native library
 
 
@@ -46,7 +47,7 @@ def declared(*tags: str) -> set[str]:
 
 
 def test_package_xml_declares_exactly_what_is_imported():
-    used = {ROSDEP.get(name, name) for name in imported("spirula_gpu", "spirula_ros", "launch")}
+    used = {ROSDEP.get(name, name) for name in imported("spirula_gpu", "spirula_ros", "launch") - WEB}
     run_time = declared("depend", "exec_depend") - NOT_IMPORTED
     assert used - run_time == set(), "imported, not in package.xml"
     assert run_time - used == set(), "in package.xml, not imported"
@@ -54,7 +55,7 @@ def test_package_xml_declares_exactly_what_is_imported():
 
 def test_package_xml_declares_what_tests_import():
     ours = {file.stem for folder in ("test", "bench") for file in (CHECKOUT / folder).glob("*.py")}
-    used = {ROSDEP.get(name, name) for name in imported("test") - ours}
+    used = {ROSDEP.get(name, name) for name in imported("test") - ours - WEB}
     everything = declared("depend", "exec_depend", "test_depend")
     assert used - everything == set()
     assert declared("test_depend") - {"ament_cmake_pytest"} - used == set(), "in package.xml, no test imports it"
@@ -68,12 +69,22 @@ def test_pip_requirements_are_exactly_what_is_imported():
     needs = [r for r in metadata.requires("spirula_ros")]
     names = {re.match(r"[A-Za-z0-9_.-]+", r)[0] for r in needs if "extra ==" not in r} - {"open3d"}
     ros = {re.match(r"[A-Za-z0-9_.-]+", r)[0] for r in needs if 'extra == "ros"' in r}
-    used = imported("spirula_gpu", "spirula_ros", "launch") - WITHOUT_WHEEL
+    used = imported("spirula_gpu", "spirula_ros", "launch") - WITHOUT_WHEEL - WEB
     from_wheels = {name for name in used if name not in ROSDEP}
     assert names == {PIP.get(name, name) for name in used - from_wheels}
     provided = {name.removeprefix("ros-").removeprefix("kilted-").replace("-", "_") for name in ros}
     indirect = {"ament_index_python", "builtin_interfaces", "rcl_interfaces", "lifecycle_msgs"}  # rclpy requires these
     assert from_wheels - indirect <= provided
+
+
+def test_the_viewer_is_optional_and_viser_brings_what_it_uses():
+    web = {re.match(r"[A-Za-z0-9_.-]+", r)[0] for r in metadata.requires("spirula_ros") if 'extra == "web"' in r}
+    viser = {re.match(r"[A-Za-z0-9_.-]+", r)[0] for r in metadata.requires("viser") if "extra ==" not in r}
+    assert web == {"viser"} and imported("spirula_ros", "test") & WEB <= web | viser
+    everywhere = [node for file in [*(CHECKOUT / "spirula_gpu").rglob("*.py"), *(CHECKOUT / "spirula_ros").rglob("*.py")] for node in ast.parse(file.read_text()).body]
+    named = {alias.name.split(".")[0] for node in everywhere if isinstance(node, ast.Import) for alias in node.names} | {
+        node.module.split(".")[0] for node in everywhere if isinstance(node, ast.ImportFrom) and node.level == 0}
+    assert not named & WEB, "imported where a module loads: it would not load without viser"
 
 
 def test_pinned_requirements_cover_setup_py():

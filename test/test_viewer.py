@@ -1,0 +1,201 @@
+"""The live viewer at work: a mapper's, a replay's, a file's; and what a browser shows."""
+import contextlib
+import io
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import browser
+from conftest import importorskip
+from spirula_gpu.mapper import Wants
+from spirula_ros.params import WebConfig
+from spirula_ros.web_scene import pack
+from test_mapper import wait_for
+from test_web import fed, get, splats, websocket
+
+msgspec = importorskip("msgspec", "run `make test`, which installs viser, whose messages it packs")
+
+
+def camera_message() -> bytes:
+    return msgspec.msgpack.encode({"type": "ViewerCameraMessage", "wxyz": (1.0, 0, 0, 0), "position": (0.0, 0, 0), "fov": 1.0, "near": 0.01, "far": 1000.0,
+                                   "image_height": 30, "image_width": 40, "look_at": (0.0, 0, 1), "up_direction": (0.0, -1, 0)})
+
+
+@pytest.fixture
+def viewer(tmp_path):
+    from spirula_ros.web import Viewer
+    mapper = fed()
+    mapper.start()
+    viewer = Viewer(mapper, WebConfig(port=0, period_s=0.1), note=lambda: "a note", save_to=str(tmp_path / "map.ply"), drive=True)
+    yield viewer, mapper
+    viewer.close()
+    mapper.close()
+
+
+def test_splats_flow_while_somebody_looks(viewer):
+    viewer, mapper = viewer
+    time.sleep(0.5)
+    assert mapper.splats.get() is None and mapper.wants == Wants()
+    with websocket(viewer._server.get_port()) as ws:
+        ws.send(camera_message())
+        wait_for(lambda: mapper.splats.get() is not None)
+        snapshot, seen = mapper.splats.get(), b""
+        needle = pack(snapshot.splats)[:1].tobytes()[:12]   # a mean, as it is sent
+        end = time.monotonic() + 30
+        while needle not in seen:
+            assert time.monotonic() < end, "the splats did not come"
+            seen = ws.recv(timeout=30)
+        wait_for(lambda: mapper.splats.get() is not snapshot)   # training goes on
+    wait_for(lambda: mapper.wants == Wants())
+    mapper._showing_s = 0.0
+    time.sleep(0.3)
+    last = mapper.splats.get()
+    time.sleep(0.5)
+    assert mapper.splats.get() is last and not viewer._problem
+
+
+def test_what_is_pressed_reaches_the_mapper(viewer, tmp_path):
+    viewer, mapper = viewer
+    viewer._act("pause", True)
+    wait_for(lambda: mapper.status().state == "paused")
+    viewer._act("pause", False)
+    wait_for(lambda: mapper.status().state == "running")
+    viewer._act("save")
+    wait_for(lambda: viewer._said.startswith("saved to"))
+    assert (tmp_path / "map.ply").stat().st_size > 1000
+    viewer._act("configure", {"train.steps_per_frame": 7})
+    wait_for(lambda: mapper.config.train.steps_per_frame == 7)
+    viewer._act("configure", {"train.steps_per_frame": -7})
+    wait_for(lambda: "must lie in" in viewer._said)
+    viewer._act("reset")
+    wait_for(lambda: mapper.status().gaussians == 0 and viewer._said == "the map is empty")
+    viewer._act("save")
+    wait_for(lambda: "the map is empty; " in viewer._said)   # the mapper's own words
+    assert not viewer._problem
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------------------------
+
+class Served:
+    """`spirula view` on a thread of its own."""
+
+    def __init__(self, path, capsys, **config):
+        from spirula_ros.web_file import view
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=view, args=(str(path), WebConfig(port=0, **config), "z", self._stop))
+        self._thread.start()
+        self.said = ""
+
+        def told() -> bool:
+            assert self._thread.is_alive()
+            self.said += capsys.readouterr().out
+            return "Ctrl-C" in self.said
+        wait_for(told)
+        self.url = next(word for word in self.said.split() if word.startswith("http://"))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("suffix", [".ply", ".spz", ".splat"])
+def test_view_serves_maps(suffix, tmp_path, capsys):
+    from spirula_gpu.formats import write_map
+    path = tmp_path / f"map{suffix}"
+    write_map(path, splats(300))
+    with Served(path, capsys, max_splats=200) as served:
+        assert "300 Gaussians, 200 of them shown" in served.said
+        assert get(int(served.url.split(":")[2].strip("/")))[0] == 200
+
+
+def test_view_serves_meshes(tmp_path, capsys):
+    import trimesh
+    for name in ("mesh.ply", "mesh.glb"):
+        trimesh.creation.box().export(tmp_path / name)
+        with Served(tmp_path / name, capsys) as served:
+            assert "12 triangles" in served.said
+
+
+@pytest.mark.parametrize("name, content, text", [
+    ("none.ply", None, "No such file"), ("map.xyz", b"", "maps are read from files that end in"), ("mesh.obj", b"v 0 0 0\n", "mesh.obj: "),
+])
+def test_view_says_what_it_cannot_show(name, content, text, tmp_path):
+    from spirula_ros.cli import main
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert main(["view", str(tmp_path / name), "--port", "0"]) == 2
+    assert text in said.getvalue() and said.getvalue().count("\n") == 1, said.getvalue()
+
+
+def test_replay_serves_while_it_runs(tmp_path, capsys):
+    """Lossless: the mapper has no thread, and what browsers want is done between its steps."""
+    from spirula_ros.cli import main
+    from spirula_ros.synthetic import make_bag
+    make_bag(str(tmp_path / "room"), frames=12, size=(64, 48), fps=15.0, seed=0, storage="mcap")
+    capsys.readouterr()
+    seen = []
+
+    def look() -> None:
+        said = ""
+        while "viewer: " not in said:
+            said += capsys.readouterr().err
+            time.sleep(0.02)
+        with websocket(int(said.split("viewer: http://localhost:")[1].split("/")[0])) as ws:
+            ws.send(camera_message())
+            while len(seen) == 0:
+                if len(message := ws.recv(timeout=60)) > 30_000:   # splats, 32 bytes each
+                    seen.append(len(message))
+        os.kill(os.getpid(), signal.SIGINT)   # enough: the replay finishes with what is there
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert main(["replay", str(tmp_path / "room"), "--lossless", "--refine-seconds", "60", "--no-mesh", "--web", "0", "--backend", "cpu", "--threads", "1",
+                 "--out", str(tmp_path / "out")]) == 0
+    thread.join(timeout=60)
+    assert seen
+
+
+# ---- a real browser --------------------------------------------------------------------------------------------------------------------------
+
+def picture(png: bytes) -> np.ndarray:
+    import cv2
+    return cv2.cvtColor(cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+
+
+@pytest.mark.parametrize("size, phone", [((900, 700), False), ((390, 844), True)])
+def test_a_browser_shows_map_and_panel(size, phone, viewer, tmp_path):
+    if browser.missing():
+        pytest.skip(f"no browser to look with: {browser.missing()} not installed (apt-get install chromium chromium-driver)")
+    viewer, mapper = viewer
+    with browser.Browser(tmp_path, size, phone) as page:
+        page.open(viewer.url)
+        page.wait("return document.body.innerText.includes('keyframes') && document.body.innerText.includes('running')")
+
+        def lit() -> float:
+            """Share of the scene's left part that is not background."""
+            image = picture(page.screenshot())
+            part = image[image.shape[0] // 4:image.shape[0] // 2, :image.shape[1] // 3].astype(int)
+            return float((part.max(2) - part.min(2) > 30).mean())   # the wall is colourful, the page grey
+        wait_for(lambda: lit() > 0.2, 60)
+        page.click("Control")
+        page.click("Pause")
+        wait_for(lambda: mapper.status().state == "paused", 30)
+        page.click("View")
+        page.click("splats")
+        wait_for(lambda: lit() < 0.1, 60)
+        page.click("Render from here")
+        wait_for(lambda: lit() > 0.2, 60)   # the picture of our own renderer
+        page.click("Control")
+        page.click("Reset")
+        page.click("Cancel")
+        time.sleep(0.5)
+        assert mapper.status().gaussians > 0
+        assert not [line for line in page.log() if "Uncaught" in line] and not viewer._problem
