@@ -28,10 +28,16 @@ def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[
     z = depth_m[corners[:, 1].astype(int), corners[:, 0].astype(int)]
     inv = 1 / np.where(z > 0, z, np.median(known)).astype(float)
     rays = np.stack([(corners[:, 0] + 0.5 - camera.cx) / camera.fx, (corners[:, 1] + 0.5 - camera.cy) / camera.fy, np.ones(len(corners))], 1)
-    seen, there = zip(*(_tracked(gray, corners, rays, inv, view) for view in views))
+    size = np.max([gray.shape, *(g.shape for g, _, _ in views)], axis=0)   # optical flow wants images of one size
+    seen, there = zip(*(_tracked(_padded(gray, size), corners, rays, inv, (_padded(g, size), c, t)) for g, c, t in views))
     seen, there = np.array(seen), np.array(there, float)          # [V,F], [V,F,2]
     seen[seen.sum(1) < LEAST] = False
     return _fitted(rays, inv, [c for _, c, _ in views], T, seen, there, float(np.median(known)))
+
+
+def _padded(image: np.ndarray, size) -> np.ndarray:
+    """At least as high and wide, the edge repeated."""
+    return cv2.copyMakeBorder(image, 0, size[0] - image.shape[0], 0, size[1] - image.shape[1], cv2.BORDER_REPLICATE)
 
 
 def _tracked(gray, corners, rays, inv, view) -> tuple[np.ndarray, np.ndarray]:

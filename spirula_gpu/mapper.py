@@ -35,7 +35,7 @@ from .trajectory import write_poses
 ENDED_S = 3.0   # without a new frame: keyframes do not wait for better neighbours any more
 
 
-COMMANDS = ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine")
+COMMANDS = ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine", "correct")
 
 
 @dataclass(frozen=True)

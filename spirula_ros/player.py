@@ -238,7 +238,7 @@ class Link:
 def heard(kind: str, parameters: dict[str, Any]) -> bool:
     """Whether a node with these parameters listens to topics of this kind."""
     source, depth = parameters["intake.pose_source"], parameters["intake.depth"] != "ignore" and parameters["intake.depth_source"]
-    return {"pose": source == "pose", "odom": source == "odom", "depth": depth == "image", "points": depth == "points", "mask": parameters["intake.mask"] != "off",
+    return {"pose": source == "pose", "odom": source == "odom", "depth": depth == "image", "points": depth == "points", "mask": parameters["intake.mask"] != "off", "path": bool(parameters["topics.path"]),
             **dict.fromkeys(("tf", "tf_static"), source != "pose" or depth == "points")}.get(kind, True)
 
 

@@ -44,9 +44,10 @@ class ReplayOptions:
     mesh: bool = True
 
 
-def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Config], Any] | None = None, screen: TextIO = sys.stderr) -> str:
+def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Config], Any] | None = None, screen: TextIO | None = None) -> str:
     """Runs it, writes the report and returns its sentence. Raises InputError, NativeError (the engine cannot start), and
     RuntimeError if the mapper fails on the way."""
+    screen = screen or sys.stderr
     with bags.open_bag(options.bag) as bag:
         topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
         out = prepare_folder(options.out)

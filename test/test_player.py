@@ -126,6 +126,7 @@ def test_bad_input_is_one_sentence(room, ros_domain):
 @pytest.mark.parametrize("values, kinds", [
     ({}, {"image", "info", "pose", "depth"}),
     ({"intake.pose_source": "odom", "intake.depth": "ignore"}, {"image", "info", "odom", "tf", "tf_static"}),
+    ({"topics.path": "/slam/path"}, {"image", "info", "pose", "depth", "path"}),
     ({"intake.depth_source": "points", "intake.mask": "require"}, {"image", "info", "pose", "points", "mask", "tf", "tf_static"}),
     ({"intake.pose_source": "tf", "intake.depth": "ignore", "intake.depth_source": "points"}, {"image", "info", "tf", "tf_static"})])
 def test_only_what_the_node_hears_is_sent(values, kinds):
