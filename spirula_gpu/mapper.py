@@ -476,6 +476,8 @@ class Mapper:
             else:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
         self._trainer.resume(facts["trainer"], self._keyframes)
+        if any(name.startswith("engine.") for name in changed):
+            self._trainer.new_limits()
         owners = set(np.unique(self._engine.read("map.owner")).tolist())
         for keyframe in self._keyframes:
             if keyframe.frame.depth_m is not None:
@@ -501,8 +503,8 @@ class Mapper:
         return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, frame_name, gated.last_stamp_ns, changed)
 
     def _do_save_checkpoint(self, path: str) -> int:
-        if not len(self._engine):
-            raise ValueError(f"the map is empty; {path} was not touched")
+        if not (len(self._engine) and self._keyframes):
+            raise ValueError(f"the map is empty; {path} was not touched" if not len(self._engine) else f"no frame has come yet, the map is as its file; {path} was not touched")
         with self._submitting:
             gated, waiting, seen, track = self._gate.state(), self._inbox.frames(), self.ledger.counts(), Track(self._track.stamps, self._track.poses)
         frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given, k.log_gain) for k in self._keyframes]
@@ -514,7 +516,7 @@ class Mapper:
     def _save_if_due(self) -> None:
         """That it cannot be written is no reason to stop mapping; `hint` says why."""
         c, begin, now = self.config.checkpoint, time.monotonic(), (self._trainer.steps, self._next_id)
-        if not (c.path and c.period_s and len(self._engine)) or now == self._saved:
+        if not (c.path and c.period_s and len(self._engine) and self._keyframes) or now == self._saved:
             return
         if not self._due_at("checkpoint", begin, max(c.period_s, self._saving_s / self.SAVING_SHARE)):
             return
@@ -571,6 +573,10 @@ class Mapper:
         scale = self._output.image_scale(self._keyframes)
         try:
             with self._submitting:
+                track = Track(self._track.stamps, self._track.poses)
+            if not motions(track, stamps, poses, scale).moved.any():   # a long path takes a while: frames come in meanwhile
+                return self._nothing_moved()
+            with self._submitting:
                 found = motions(self._track, stamps, poses, scale)
                 self._track.correct(found)
                 self._gate.correct(found)
@@ -580,9 +586,6 @@ class Mapper:
             self._tell_status()
             raise
         self._path_hint = ""
-        if not found.moved.any():
-            self._tell_status()
-            return Corrected(0, 0, 0)
         gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))
         D, moved = found.of([k.frame.stamp_ns for k in self._keyframes])
         for keyframe, D_k, moves in zip(self._keyframes, D, moved):
@@ -593,6 +596,11 @@ class Mapper:
         self._corrections += 1
         self._tell()
         return Corrected(int(found.moved.sum()), int(moved.sum()), gaussians)
+
+    def _nothing_moved(self) -> Corrected:
+        self._path_hint = ""
+        self._tell_status()
+        return Corrected(0, 0, 0)
 
     def _do_evaluate(self) -> list[HeldOut]:
         return self.evaluate()

@@ -13,6 +13,8 @@ from .strategy import append_transparent
 
 ADAM_EPS = 1e-15
 NO_KEYFRAME = -1  # owner of Gaussians that came from a file
+SHORT_STEPS = 1000  # once memory was refused, the map does not grow for so long: what it would take is what a step needs
+LARGE_MAP = 1_000_000  # Gaussians; a larger map is pruned as much more rarely, since that reads all of it
 SORT_STEPS = 100  # at least so many between two sorts: one costs as much as a few steps
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
 PATIENCE = 20      # times that the map makes room for memory that others hold (0.95^20 = 36 % are left), and one more with each frame taken in
@@ -32,6 +34,8 @@ class Trainer:
         self.steps, self.loss, self.hint = 0, float("nan"), ""
         self.refinement = Refinement(engine, config)
         self.unit_m = 1.0   # what parameters in metres are times: poses alone may be of any unit (COLMAP); set by the first depth of several views
+        self._short_until = 0         # step until which memory is short
+        self._pruned_at = 0           # step of the last prune
         self._lost = self._gave = 0   # steps in a row that had no memory; see PATIENCE
         self._unsorted = 0  # Gaussians that came or were relocated since the map was sorted ..
         self._first_degree = 0  # SH degree of the first steps: that of a map that was begun with
@@ -68,8 +72,8 @@ class Trainer:
             self.loss = loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
         self._running, self._resumed_loss = keyframe, None
         self.steps += 1
-        p = self.config.prune
-        if p.interval_steps and self.steps % p.interval_steps == 0:
+        interval = self.config.prune.interval_steps * max(len(self.engine) / LARGE_MAP, 1)
+        if interval and self.steps - self._pruned_at >= interval:
             self.prune()
         self._sort_when_due()
 
@@ -96,25 +100,30 @@ class Trainer:
         if self._running:
             running = dict(id=self._running.id, loss=repr(last.loss if self._resumed_loss is None else self._resumed_loss))
         return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, unit_m=self.unit_m, running=running, random=self._rng.bit_generator.state,
-                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, seen=self._seen, first_degree=self._first_degree,
+                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, short_until=self._short_until, pruned_at=self._pruned_at, seen=self._seen, first_degree=self._first_degree,
                     refinement=self.refinement.state())
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
         self.unit_m = float(state["unit_m"])
-        self._unsorted, self._sort_at, self._lost, self._gave = (int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave"))
+        self._unsorted, self._sort_at, self._lost, self._gave, self._short_until, self._pruned_at = (
+            int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave", "short_until", "pruned_at"))
         self._first_degree, self._seen = int(state["first_degree"]), tuple(map(int, state["seen"]))
         self.refinement.resume(state["refinement"])
         if (running := state["running"]) is not None:  # it may have left the keyframes: then only the mean loss hears of it
             self._running = next((k for k in keyframes if k.id == running["id"]), None) or Keyframe(running["id"], None, 0.0)
             self._resumed_loss = float(running["loss"])
 
+    def new_limits(self) -> None:
+        """What was refused under the old ones may be had now."""
+        self.hint, self._short_until = "", 0
+
     def _refused(self, error: NativeError) -> None:
         """There was no memory, which `hint` says; anything else is raised. The loss of the step that ran goes with the refusal."""
         if not refused(error):
             raise error
-        self.hint, self._running, self._resumed_loss = str(error), None, None
+        self.hint, self._running, self._resumed_loss, self._short_until = str(error), None, None, self.steps + SHORT_STEPS
 
     @property
     def starved(self) -> bool:
@@ -169,6 +178,7 @@ class Trainer:
 
     def prune(self) -> None:
         """Remove what is transparent, oversized or not finite, then divide what fits badly; at the limit only as many as were removed."""
+        self._pruned_at = self.steps
         if not len(self.engine):
             return
         try:
@@ -178,25 +188,27 @@ class Trainer:
 
     def _prune(self) -> None:
         p, n, limit = self.config.prune, len(self.engine), self.config.engine.max_gaussians
-        opacity = 1 / (1 + np.exp(-self.engine.read("map.logit_opacity").astype(np.float64)))
-        scale = self.engine.read("map.log_scale").max(axis=1)
-        good = (opacity >= p.min_opacity) & (scale <= np.log(max(p.max_scale_m * self.unit_m, 1e-30))) & np.isfinite(self.engine.read("map.mean")).all(axis=1)
-        full, removed = bool(self.hint) or n > 0.95 * limit, n - int(np.count_nonzero(good))
+        logit, scale, mean = (self.engine.read(f"map.{row}") for row in ("logit_opacity", "log_scale", "mean"))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            least = np.log(p.min_opacity) - np.log1p(-p.min_opacity)
+            good = (logit >= least) & (scale.T <= np.log(max(p.max_scale_m * self.unit_m, 1e-30))).all(0) & np.isfinite(mean.T.sum(0))  # inf - inf is NaN
+        full, removed = n > 0.95 * limit or self.steps < self._short_until, n - int(np.count_nonzero(good))
         if removed:
             self.engine.keep(good)
         most = removed * p.relocate if full else int(p.growth * n)
         if most:
             error = np.nan_to_num(self.engine.read("stat.error"), posinf=0)
-            error[error < (0 if full else p.growth_error)] = 0
-            self._divide(error * opacity[good], min(most, limit - len(self.engine)))
+            bad = np.flatnonzero(error >= (np.finfo(np.float32).tiny if full else max(p.growth_error, 1e-30)))
+            self._divide(bad, error[bad] / (1 + np.exp(-logit[good][bad])), min(most, limit - len(self.engine)))
 
-    def _divide(self, weight: np.ndarray, most: int) -> None:
-        """Each of at most so many Gaussians, drawn with this weight [n], becomes two at its place that together show what it did."""
-        n, drawn = len(weight), np.flatnonzero(weight)
-        count = min(most, len(drawn))
-        if not count:
+    def _divide(self, which: np.ndarray, weight: np.ndarray, most: int) -> None:
+        """Each of at most so many of the Gaussians `which` [m], drawn with this weight [m] (an exponential race: Efraimidis and Spirakis 2006), becomes two
+        at its place that together show what it did."""
+        n, count = len(self.engine), min(most, len(which))
+        if count <= 0:
             return
-        src = self._rng.choice(drawn, size=count, replace=False, p=weight[drawn] / weight.sum())
+        finish = self._rng.standard_exponential(len(which), np.float32) / weight
+        src = which[np.sort(np.argpartition(finish, count - 1)[:count])]
         append_transparent(self.engine, count)
         self.engine.relocate(np.arange(n, n + count), src, self.config.prune.min_opacity)
         self._unsorted += count

@@ -63,8 +63,9 @@ def save_files(mapper: Mapper, paths: dict[str, str], logger) -> int:
     """The last thing before the mapper stops: each of `checkpoint` and `map` that has a path. The exit code: 1 when one was not saved."""
     code = 0
     for what, path in paths.items():
-        if path and not mapper.status().gaussians:
-            logger.warning(f"the map is empty; {path} was not touched")
+        status = mapper.status()
+        if path and not (status.keyframes if what == "checkpoint" else status.gaussians):
+            logger.warning(f"{'no frame has come' if status.gaussians else 'the map is empty'}; {path} was not touched")
         elif path:
             try:
                 mapper.command(f"save_{what}", path).result(timeout=SAVE_LIMIT_S)

@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from scipy.spatial.transform import Rotation
 
 from spirula_gpu.compressed_ply import z_order
-from spirula_gpu.config import EngineConfig
+from spirula_gpu.config import EngineConfig, replaced
 from spirula_gpu.formats import FORMATS, FormatError, format_of, read_map, read_start_map, write_map
+from spirula_gpu.mapper import Mapper
 from spirula_gpu.splats import SH0, Splats, colors, covariances, opacities, unit
+from test_mapper import SMALL
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data" / "robustness" / "splats"
@@ -330,3 +332,13 @@ def test_the_page_lists_every_format():
     for f in FORMATS:
         row = next((line for line in page.splitlines() if line.startswith(f"| `{f.suffix}`")), None)
         assert row and (f.loses or "nothing") in row, f"docs/formats.md: the row of {f.suffix} does not say: {f.loses or 'nothing'}"
+
+
+def test_a_start_map_that_no_frame_has_joined_is_no_checkpoint(tmp_path):
+    """It could not be resumed: there is nothing to train on. The map is in its file."""
+    write_map("start.ply", splats(40, 2))
+    mapper = Mapper(replaced(SMALL, {"train.start_map": "start.ply", "checkpoint.path": "map.ckpt", "checkpoint.period_s": 1e-6}))
+    mapper.tick()
+    with pytest.raises(ValueError, match="no frame has come yet, the map is as its file; map.ckpt was not touched"):
+        mapper.command("save_checkpoint", "map.ckpt").result()
+    assert not Path("map.ckpt").exists()

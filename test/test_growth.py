@@ -5,8 +5,9 @@ import pytest
 from spirula_gpu import Engine
 from spirula_gpu.config import Config, replaced
 from spirula_gpu.native import NativeError, view
-from spirula_gpu.trainer import Trainer
-from spirula_gpu.camera import Camera
+from spirula_gpu.keyframes import Keyframe, Keyframes
+from spirula_gpu.trainer import SHORT_STEPS, Trainer
+from spirula_gpu.camera import Camera, Frame
 from scenes import gaussians, look
 
 N, CAMERA = 200, Camera(48, 36, 40.0, 41.0, 23.0, 18.5)
@@ -97,3 +98,48 @@ def test_the_same_seed_grows_the_same_map():
     for t in (a, b):
         t.prune()
     assert np.array_equal(a.engine.read("map.mean"), b.engine.read("map.mean")) and len(a.engine) == 220
+
+
+def test_a_refusal_stops_growth_for_a_while_and_what_a_hint_says_does_not():
+    t = trainer({i: 5.0 for i in range(N)})
+    t.hint = "keyframes came without depth"
+    t.prune()
+    assert len(t.engine) == 220
+    t._refused(NativeError("memory", "no memory for the scratch of a step"))
+    t.engine.write("stat.error", np.full(220, 5.0, np.float32))
+    t.prune()
+    assert len(t.engine) == 220
+    t.steps += SHORT_STEPS
+    t.prune()
+    assert len(t.engine) == 242
+    t._refused(NativeError("capacity", "engine.vram_budget_mb"))
+    t.new_limits()
+    t.engine.write("stat.error", np.full(242, 5.0, np.float32))
+    t.prune()
+    assert len(t.engine) == 266 and t.hint == ""
+
+
+def test_gaussians_are_drawn_by_opacity_times_error():
+    """Of 100 that fit badly, ten of weight 9 and ninety of weight 1: the first draw is one of the ten every other time."""
+    t = trainer()
+    which, weight = np.arange(100), np.r_[np.full(10, 9.0), np.full(90, 1.0)].astype(np.float32)
+    t.engine.relocate, chosen = lambda dst, src, _: chosen.append(src), []
+    for _ in range(400):
+        t._divide(which, weight, 1)
+        t.engine.keep(np.arange(len(t.engine)) < N)
+    share = np.mean([src[0] < 10 for src in chosen])
+    assert 0.42 < share < 0.58
+    t._divide(which, weight, 100)
+    assert np.array_equal(chosen[-1], which), "each at most once"
+
+
+def test_a_large_map_is_pruned_as_much_more_rarely(monkeypatch):
+    monkeypatch.setattr("spirula_gpu.trainer.LARGE_MAP", 50)   # the map has 200
+    keyframes, pruned = Keyframes(0), []
+    t = trainer(prune__interval_steps=10, refine__exposure=False)
+    monkeypatch.setattr(t, "_prune", lambda: pruned.append(t.steps))
+    T = np.linalg.inv(look(0.0, 0.0, (0.0, 0.0, 0.0)).astype(float))
+    keyframes.add(Keyframe(0, Frame(1, CAMERA, T, np.full((36, 48, 3), 128, np.uint8)), 0.3), t.config.train)
+    for _ in range(85):
+        t.step(keyframes)
+    assert pruned == [40, 80]
