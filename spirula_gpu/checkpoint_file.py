@@ -206,6 +206,15 @@ class Reader:
         if at != end or crc != s["crc32"]:
             self.refuse(f"section {name} (bytes {s['offset']}..{end - 1}) is damaged: its checksum is another" if at == end else f"section {name} is too long by {end - at} bytes")
 
+    def check(self, piece: int = 1 << 24) -> None:
+        """Every section against its checksum. Raises CheckpointError."""
+        for name, s in self._sections.items():
+            crc = 0
+            for at in range(s["offset"], s["offset"] + s["bytes"], piece):
+                crc = zlib.crc32(self._bytes(at, min(piece, s["offset"] + s["bytes"] - at)), crc)
+            if crc != s["crc32"]:
+                self.refuse(f"section {name} (bytes {s['offset']}..{s['offset'] + s['bytes'] - 1}) is damaged: its checksum is another")
+
     def array(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """A section as a whole."""
         with self.section(name, dtype, shape) as take:

@@ -320,7 +320,7 @@ class Mapper:
                 f"engine.max_gaussians {e.max_gaussians}" + (": the map will stay below that" if n else "; raise the budget or use smaller images"))
 
     def _train(self) -> bool:
-        if self._state == "paused" or not self._keyframes:
+        if self._state == "paused" or not self._keyframes or not len(self._engine):
             self._due = 0
             return False
         behind, idle = self._thread is not None and len(self._inbox) > 0, self._thread is not None and not len(self._inbox)

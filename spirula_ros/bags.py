@@ -246,6 +246,9 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     if not path and (paths := [t for t, i in bag.topics.items() if i.count and i.type in KINDS["path"]]):
         notes.append(f"path: none; if one of {', '.join(paths[:3])} has corrected poses, name it")
     topics = Topics(image, compressed, depth, points, given.get("mask", ""), info, pose, odom, tf, tf_static, path, tuple(notes))
+    named = [topic for kind in KINDS if (topic := getattr(topics, kind))]
+    if twice := sorted({topic for topic in named if named.count(topic) > 1}):
+        raise BagError(f"{bag.path}: {twice[0]} is named for two inputs: {', '.join(kind for kind in KINDS if getattr(topics, kind) == twice[0])}; it can be one")
     lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry or TF)", pose or odom or tf)]
     if (missing := [what for what, topic in lacking if not topic]):
         why = f" ({bag.problem})" if bag.problem else ""

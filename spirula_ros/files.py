@@ -224,7 +224,7 @@ def _colmap(path: str) -> str:
         model = pycolmap.Reconstruction(path)
     except ImportError as error:
         raise InputError(f"{path}: COLMAP models need pycolmap: pip install pycolmap; import says: {error}") from None
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, IndexError, KeyError) as error:
         raise InputError(f"{path}: COLMAP does not read it: {str(error).splitlines()[0]}") from None
     kinds = ", ".join(sorted({f"{c.model.name} {c.width}x{c.height}" for c in model.cameras.values()}))
     return f"{path}: COLMAP model, {len(model.images):,} images, {len(model.cameras)} cameras ({kinds}), {len(model.points3D):,} points"
@@ -241,6 +241,7 @@ def _bag(path: str) -> str:
 def _checkpoint(path: str) -> str:
     from spirula_gpu.checkpoint_file import Reader
     with Reader(path) as reader:
+        reader.check()
         f = reader.facts
         config = f["config"]
         return (f"{path}: checkpoint, {f['gaussians']:,} Gaussians, SH degree {config['engine.sh_degree']}, {config['engine.precision']} precision, {os.path.getsize(path):,} bytes\n"

@@ -167,6 +167,9 @@ class Link:
 
     def wait_until_connected(self) -> None:
         self.until(lambda: self._status is not None, "status from the node", DISCOVERY_LIMIT_S)
+        same = sum((name, space) == ("spirula", "/") for name, space in self._ros.get_node_names_and_namespaces())
+        if same > 1:
+            raise NodeError(f"{same} nodes are called /spirula in this ROS domain: the recording would go into the map of another one; stop it, or use another ROS_DOMAIN_ID")
         self.until(self._finish.service_is_ready, "service spirula/finish", DISCOVERY_LIMIT_S)
         for topic, publisher in self._publishers.items():
             self.until(publisher.get_subscription_count, f"subscription to {topic} by the node", DISCOVERY_LIMIT_S)

@@ -173,8 +173,16 @@ class Run:
 
 
 def overrides_for(settings: Settings, overrides: dict[str, str | None]) -> dict[str, str | None]:
-    """For bags.pick_topics: with the depth that the user wants from points, depth images are not looked for."""
-    return {**overrides, "depth": ""} if "intake.depth_source" in settings.given and settings.ros.intake.depth_source == "points" else overrides
+    """For bags.pick_topics: options first, then the topics that parameters name; with the depth that the user wants from points, depth images are
+    not looked for."""
+    topics, named = settings.ros.topics, {}
+    for row, kind in {"image": "compressed" if topics.image.endswith("/compressed") else "image", "camera_info": "info", "depth": "depth", "points": "points",
+                      "mask": "mask", "path": "path", "pose": "odom" if settings.ros.intake.pose_source == "odom" else "pose"}.items():
+        if f"topics.{row}" in settings.given and overrides.get(kind) is None:
+            named[kind] = getattr(topics, row)
+    if "intake.depth_source" in settings.given and settings.ros.intake.depth_source == "points":
+        named["depth"] = ""
+    return {**overrides, **named}
 
 
 def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
@@ -271,7 +279,7 @@ class Progress:
     BAR_S, LINE_S = 0.2, 3.0
 
     def __init__(self, mapper: Any, total: int, screen: TextIO):
-        self._mapper, self._screen, self._done, self._total, self._shown = mapper, screen, 0, total, time.monotonic()
+        self._mapper, self._screen, self._done, self._total, self._shown, self._told = mapper, screen, 0, total, time.monotonic(), set()
         self._bar = tqdm(total=total, unit="msg", file=screen, dynamic_ncols=True, bar_format="{percentage:3.0f}% |{bar:20}| {elapsed} {postfix}") \
             if screen.isatty() else None
 
@@ -280,6 +288,9 @@ class Progress:
         if time.monotonic() - self._shown < (self.LINE_S if self._bar is None else self.BAR_S):
             return
         self._shown = time.monotonic()
+        if (hint := self._mapper.status().hint) and hint[:40] not in self._told:   # numbers in it change
+            self._told.add(hint[:40])
+            tqdm.write(f"note: {hint}", file=self._screen)
         if self._bar is None:
             print(f"{100 * self._done // max(self._total, 1):3d}%  {self.figures()}", file=self._screen, flush=True)
         else:

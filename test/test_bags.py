@@ -360,3 +360,10 @@ def test_clouds_of_other_types_are_named_with_the_remedy(tmp_path):
         assert any("/livox/lidar" in note and "xfer_format: 0" in note for note in pick_topics(bag).notes)
         with pytest.raises(BagError, match="CustomMsg, not sensor_msgs/msg/PointCloud2.*xfer_format: 0"):
             pick_topics(bag, {"points": "/livox/lidar"})
+
+
+def test_one_topic_is_not_two_inputs(bag_path):
+    with open_bag(bag_path) as bag:
+        depth = pick_topics(bag).depth
+        with pytest.raises(BagError, match=f"{depth} is named for two inputs: image, depth; it can be one"):
+            pick_topics(bag, {"image": depth})

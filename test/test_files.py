@@ -232,3 +232,12 @@ def test_replay_writes_the_map_in_the_format_asked_for(capsys):
     code, _, err = spirula(capsys, "replay", "room", "--lossless", "--no-mesh", "--backend", "cpu", "--set", "train.steps_per_frame=1", "--set", "output.map_file=map.compressed.ply", "--out", "out")
     assert code == 0 and len(read_map("out/map.compressed.ply").means) == json.loads(Path("out/report.json").read_text())["gaussians"], err
     assert len(np.loadtxt("out/poses.txt", ndmin=2)) >= 1
+
+
+def test_info_of_a_checkpoint_reads_all_of_it(trained, capsys):
+    trained.command("save_checkpoint", "a.ckpt").result()
+    data = bytearray(open("a.ckpt", "rb").read())
+    data[len(data) // 2] ^= 1
+    open("a.ckpt", "wb").write(data)
+    code, out, err = spirula(capsys, "info", "a.ckpt")
+    assert code == 2 and "is damaged: its checksum is another" in err and "Traceback" not in err and not out

@@ -118,7 +118,7 @@ def replayed(bag, *more):
 def test_a_recording_with_a_path_closes_its_loop(drifting_bag, capsys):
     without = replayed(drifting_bag)
     assert "path: none; if one of /plan, /slam/path" in capsys.readouterr().err and without["corrections"] == 0
-    closed, plan = replayed(drifting_bag, "--path-topic", "/slam/path"), replayed(drifting_bag, "--path-topic", "/plan")
+    closed, plan = replayed(drifting_bag, "--set", "topics.path=/slam/path"), replayed(drifting_bag, "--path-topic", "/plan")
     assert closed["corrections"] == 1 and closed["topics"]["/slam/path"] == "path" and closed["heldout_psnr"] > without["heldout_psnr"] + 3
     assert plan["corrections"] == 0 and "3 of 3 poses of the path share a stamp" in plan["hint"] and plan["heldout_psnr"] == pytest.approx(without["heldout_psnr"], abs=1e-9)
     with bags.open_bag(drifting_bag) as bag, pytest.raises(bags.BagError, match="--path-topic /pose is a geometry_msgs/msg/PoseStamped"):

@@ -111,6 +111,17 @@ def test_a_mapper_that_fails_ends_it_with_the_log(link):
         link.wait_until_trained(Silence(), Silence())
 
 
+def test_another_node_of_that_name_is_no_place_for_the_recording(link):
+    link, _ = link
+    twin = rclpy.create_node("spirula", context=link._context)
+    try:
+        link.until(lambda: link._ros.get_node_names().count("spirula") > 1, "the twin", 30)
+        with pytest.raises(NodeError, match="2 nodes are called /spirula in this ROS domain: .*another ROS_DOMAIN_ID"):
+            link.wait_until_connected()
+    finally:
+        twin.destroy_node()
+
+
 def test_waiting_for_a_silent_node_ends(link):
     with pytest.raises(NodeError, match="(?s)no status from the node for 1 s.*its last words"):
         link[0].wait_until_trained(Silence(), Silence())
