@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from . import checkpoint
 from .camera import Camera, Frame
 from .checkpoint import HELD_OUT, KEYFRAME, WAITING, Past, Resumed, Stored
 from .checkpoint_file import CheckpointError, Reader
-from .config import Config
+from .config import Config, replaced
 from .correct import Corrected, PathError, Track, motions
 from .formats import read_start_map
 from .inbox import Inbox
@@ -111,7 +112,7 @@ class Mapper:
 
     def command(self, name: str, *args) -> Future:
         """Queue a command for T1 (inline mode: run it now): save_map(path), save_poses(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
-        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure(Config), evaluate(), refine(seconds), correct(stamps, poses)."""
+        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds), correct(stamps, poses)."""
         if self._thread is not None or name not in COMMANDS:
             return self.post(name, *args)
         future: Future = Future()
@@ -208,17 +209,18 @@ class Mapper:
         """One unit of work: commands, one frame, a few steps, housekeeping, a snapshot. False: nothing was to do."""
         busy = self._run_commands()
         busy |= self._take_frame()
-        busy |= self._triangulate(ended=time.monotonic() - self._last["frame"] > ENDED_S)
+        busy |= self._triangulate(ended=self._thread is not None and time.monotonic() - self._last["frame"] > ENDED_S)  # inline no clock decides
         busy |= self._train()
         busy |= self._publish()
         self._save_if_due()
         return busy
 
     def run_due(self) -> None:
-        """Inline mode: until the inbox and the due steps are empty. Idle training is left out."""
-        while len(self._inbox) or self._due > 0:
+        """Inline mode: one tick, and more until the inbox and the due steps are empty; while it is paused they stay as they are. Idle training is left out."""
+        self.tick()
+        while self._state != "paused" and (len(self._inbox) or self._due > 0):
             self.tick()
-        while self._triangulate():
+        while self._state != "paused" and self._triangulate():
             pass
         self._tell()   # the caller counts steps
 
@@ -320,7 +322,9 @@ class Mapper:
                 f"engine.max_gaussians {e.max_gaussians}" + (": the map will stay below that" if n else "; raise the budget or use smaller images"))
 
     def _train(self) -> bool:
-        if self._state == "paused" or not self._keyframes or not len(self._engine):
+        if self._state == "paused":   # what is due stays due
+            return False
+        if not self._keyframes or not len(self._engine):
             self._due = 0
             return False
         behind, idle = self._thread is not None and len(self._inbox) > 0, self._thread is not None and not len(self._inbox)
@@ -374,10 +378,10 @@ class Mapper:
             return
         if not self._due_at("splats", now, max(w.splats_period_s, self._showing_s / self.SHOWING_SHARE)):
             return
-        keyframes = self._keyframes.spread(self.VIEWER_POSES)
+        begin, keyframes = time.monotonic(), self._keyframes.spread(self.VIEWER_POSES)   # now: before the measurement of this call
         poses = np.array([k.frame.T_world_cam for k in keyframes]).reshape(-1, 4, 4)
         self.splats.set(SplatSnapshot(self._trainer.steps, self._output.splats(w.splats), len(self._engine), poses, keyframes[-1].frame.camera if keyframes else None))
-        self._shown, self._showing_s = state, time.monotonic() - now
+        self._shown, self._showing_s = state, time.monotonic() - begin
 
     def _due_at(self, what: str, now: float, period_s: float) -> bool:
         if now - self._last[what] < period_s:
@@ -562,8 +566,9 @@ class Mapper:
         """The map from there, once: [H,W,3] uint8."""
         return self._output.render(camera, np.linalg.inv(T_world_cam).astype(np.float32))[0]
 
-    def _do_configure(self, config: Config) -> None:
-        self.config = self._trainer.config = self._trainer.refinement.config = config
+    def _do_configure(self, values: dict[str, Any]) -> None:
+        """By name, so that two who change different parameters do not undo each other. Raises ValueError, and changes nothing."""
+        self.config = self._trainer.config = self._trainer.refinement.config = replaced(self.config, values)
 
     def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
         """A corrected path of the camera, stamps [n] int64 ns and poses [n,4,4] T_world_cam: every frame that it moves visibly moves, each Gaussian with the

@@ -137,7 +137,7 @@ def _map(path: str, kind) -> str:
         lines.append("opacity")
         lines += [f"  {i / 10:.1f} to {(i + 1) / 10:.1f}  {100 * c / counts.sum():5.1f} %  {'#' * round(40 * c / counts.max())}".rstrip() for i, c in enumerate(counts)]
     lines.append(f"open it with  {OPENED_WITH[kind.suffix]}")
-    lines.append(f"go on with it spirula replay BAG --set train.start_map={path}")
+    lines.append(f"go on with it spirula replay BAG --set train.start_map={path} --out more")
     lines.append("convert it    spirula convert " + path + " OUT, OUT ending in " + ", ".join(f.suffix for f in FORMATS))
     return "\n".join(lines)
 

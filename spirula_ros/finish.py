@@ -30,11 +30,17 @@ def finish(mapper: Mapper, command: Callable[..., Future], output: OutputConfig,
                         map_file=output.map_file)
 
 
-def wait_until_idle(mapper: Mapper) -> None:
-    """Until every frame is used or dropped. Raises TimeoutError, and RuntimeError as `waitable` does."""
+def wait_until_idle(mapper: Mapper, stop=None) -> None:
+    """Until every frame is used or dropped. stop: somebody may resume a paused mapper, which is waited for until stop.reason says something. Raises
+    TimeoutError, and RuntimeError as `waitable` does."""
     deadline = time.monotonic() + CATCH_UP_LIMIT_S
     while (pending := mapper.ledger.counts().pending) > 0:
-        waitable(mapper)
+        if stop is not None and mapper.status().state == "paused":
+            if stop.reason:
+                return
+            deadline = time.monotonic() + CATCH_UP_LIMIT_S
+        else:
+            waitable(mapper)
         if time.monotonic() > deadline:
             raise TimeoutError(f"{pending} frames still wait for the mapper after {CATCH_UP_LIMIT_S:.0f} s")
         time.sleep(0.05)

@@ -30,6 +30,7 @@ from rclpy.utilities import remove_ros_args
 from std_srvs.srv import SetBool, Trigger
 
 from spirula_gpu.camera import Frame
+from spirula_gpu.config import rows
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.native import NativeError
 from spirula_gpu.ply import check_path
@@ -258,8 +259,9 @@ class TrainNode(Node):
             ros, config = check_change(parameters, self.ros, self.config)
         except ValueError as e:
             return SetParametersResult(successful=False, reason=str(e))
-        if config != self.config:
-            self.mapper.command("configure", config).add_done_callback(self._configured)
+        changed = {name: value for (name, value, _), (_, before, _) in zip(rows(config), rows(self.config)) if value != before}
+        if changed:
+            self.mapper.command("configure", changed).add_done_callback(self._configured)
         self.ros, self.config = ros, config
         if self.web:
             self.web.config = ros.web

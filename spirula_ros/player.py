@@ -23,7 +23,7 @@ from .dds import fastdds_profile
 from .errors import InputError
 from .node_process import NodeError, NodeProcess
 from .replay import Progress, StopRequest, intake_config_for, overrides_for
-from .report import prepare_folder, remove_results
+from .report import check_out, prepare_folder, remove_results
 
 IMAGE_KINDS = ("image", "compressed")
 DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
@@ -39,6 +39,7 @@ def replay_via_ros(args) -> None:
     settings = settings_from(args)
     with bags.open_bag(args.bag) as bag, StopRequest(args.max_seconds) as stop:
         topics = bags.pick_topics(bag, overrides_for(settings, topics_from(args)))
+        check_out(args.out, settings.ros.output.map_file, args.mesh, settings.config)
         out = prepare_folder(args.out).absolute()
         for note in topics.notes:
             print(note, file=sys.stderr)

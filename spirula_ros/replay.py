@@ -25,11 +25,12 @@ from .convert import BadMessage
 from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
-from .report import prepare_folder, remove_results, write_report
+from .report import check_out, prepare_folder, remove_results, write_report
 from .resume import describe, intake_for
 from .settings import Settings
 
 SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
+PAUSED_S = 0.02                 # between looks at whether a paused mapper goes on
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     screen = screen or sys.stderr
     with bags.open_bag(options.bag) as bag:
         topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
+        check_out(options.out, settings.ros.output.map_file, options.mesh, settings.config)
         out = prepare_folder(options.out)
         for note in topics.notes:
             print(note, file=screen)
@@ -59,12 +61,13 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
         try:
             for line in describe(mapper.resumed, settings.config.checkpoint):
                 print(line, file=screen)
-            run = Run(bag, topics, mapper, options, settings)
-            remove_results(out, settings.ros.output.map_file, options.mesh)
-            with viewer(run, settings, screen), StopRequest(options.max_seconds) as stop, Progress(mapper, bag.count(topics), screen) as progress:
-                timing = run.train(stop, progress)
-                outcome = run.report(out, timing)
-                run.save()
+            with StopRequest(options.max_seconds) as stop:
+                run = Run(bag, topics, mapper, options, settings, stop)
+                remove_results(out, settings.ros.output.map_file, options.mesh)
+                with viewer(run, settings, screen), Progress(mapper, bag.count(topics), screen) as progress:
+                    timing = run.train(progress)
+                    outcome = run.report(out, timing)
+                    run.save()
         finally:
             mapper.close()
     if run.problem:
@@ -93,37 +96,37 @@ class Run:
     """One recording on its way through one mapper. stopped_early: '' | max_seconds | interrupted; problem: '' or what is
     wrong with the recording's end."""
 
-    def __init__(self, bag: bags.Bag, topics: bags.Topics, mapper: Any, options: ReplayOptions, settings: Settings):
-        self.bag, self.topics, self.mapper, self.options, self.settings = bag, topics, mapper, options, settings
-        self.driver = Lossless(mapper) if options.rate is None else Live(mapper)
+    def __init__(self, bag: bags.Bag, topics: bags.Topics, mapper: Any, options: ReplayOptions, settings: Settings, stop: StopRequest):
+        self.bag, self.topics, self.mapper, self.options, self.settings, self.stop = bag, topics, mapper, options, settings, stop
+        self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
         self.problem = self.stopped_early = ""
 
-    def train(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
+    def train(self, progress: Progress) -> dict[str, float]:
         """The stream and the refinement after it. Returns how long they took."""
         started = time.monotonic()
         try:
-            self._stream(stop, progress)
+            self._stream(progress)
         except bags.BagError as error:
             self.problem = str(error)
         self.intake.flush()
         self.driver.settle()
         streamed = time.monotonic()
-        self._refine(stop, progress)
+        self._refine(progress)
         seconds = time.monotonic() - started
         return {"seconds": round(seconds, 3), "stream_s": round(streamed - started, 3), "refine_s": round(seconds - (streamed - started), 3),
                 "steps_per_s": round(self.mapper.status().steps / max(seconds, 1e-9), 2)}
 
-    def _stream(self, stop: StopRequest, progress: Progress) -> None:
+    def _stream(self, progress: Progress) -> None:
         """Every message to the intake, in recorded order, at the rate."""
         rate, first_ns, begin = self.options.rate, None, time.monotonic()
         for message in bags.messages(self.bag, self.topics):
             if rate is not None:
                 first_ns = message.recv_ns if first_ns is None else first_ns
-                stop.sleep_until(begin + (message.recv_ns - first_ns) / 1e9 / rate)
-            if stop.reason:
-                self.stopped_early = stop.reason
+                self.stop.sleep_until(begin + (message.recv_ns - first_ns) / 1e9 / rate)
+            if self.stop.reason:
+                self.stopped_early = self.stop.reason
                 return
             try:
                 self.intake.on(message.kind, message.msg)
@@ -140,7 +143,7 @@ class Run:
         if not isinstance(done.exception(), (PathError, type(None))):
             self.problem = f"a corrected path failed: {type(done.exception()).__name__}: {done.exception()}"
 
-    def _refine(self, stop: StopRequest, progress: Progress) -> None:
+    def _refine(self, progress: Progress) -> None:
         """Training after the stream, until the first of the given limits."""
         limit_s, limit_steps = self.options.refine_seconds, self.options.refine_steps
         if not (limit_s or limit_steps) or not self.mapper.status().keyframes:
@@ -148,8 +151,8 @@ class Run:
         deadline = time.monotonic() + (limit_s or float("inf"))
         target = self.mapper.status().steps + (limit_steps or sys.maxsize)
         while (seconds := deadline - time.monotonic()) > 0 and (steps := target - self.mapper.status().steps) > 0:
-            if stop.reason:
-                self.stopped_early = self.stopped_early or stop.reason
+            if self.stop.reason:
+                self.stopped_early = self.stopped_early or self.stop.reason
                 return
             self.driver.train(min(seconds, SLICE_S) if limit_s else None, min(steps, SLICE_STEPS))
             progress.show(0)
@@ -200,20 +203,25 @@ def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
 
 
 class Lossless:
-    """Drives a mapper without a thread: whatever a frame is due is done before the next one is read."""
-    def __init__(self, mapper: Any):
-        self.mapper = mapper
+    """Drives a mapper without a thread: whatever a frame is due is done before the next one is read. When a viewer pauses it all wait, until it is resumed or
+    `stop` has a reason, and no frame is lost."""
+    def __init__(self, mapper: Any, stop: StopRequest):
+        self.mapper, self.stop = mapper, stop
 
     def take(self, frame) -> None:
         self.mapper.submit(frame)
-        self.mapper.run_due()
+        self.settle()
 
     def settle(self) -> None:
         self.mapper.run_due()
+        while self.mapper.status().state == "paused" and not self.stop.reason:
+            time.sleep(PAUSED_S)
+            self.mapper.run_due()
 
     def train(self, seconds: float | None, steps: int) -> None:
-        self.mapper.train(seconds=seconds, steps=steps)
-        self.mapper.tick()   # what a viewer asks for; no frame waits and no step is due
+        self.settle()   # what a viewer asks for; no frame waits and no step is due
+        if not self.stop.reason:
+            self.mapper.train(seconds=seconds, steps=steps)
 
     def ask(self, name: str, *args: Any) -> Any:
         future = self.mapper.command(name, *args)
@@ -224,8 +232,8 @@ class Lossless:
 
 class Live:
     """Drives a mapper that has its own thread."""
-    def __init__(self, mapper: Any):
-        self.mapper = mapper
+    def __init__(self, mapper: Any, stop: StopRequest):
+        self.mapper, self.stop = mapper, stop
         mapper.start()
 
     def take(self, frame) -> None:
@@ -234,7 +242,7 @@ class Live:
         self.mapper.submit(frame)
 
     def settle(self) -> None:
-        wait_until_idle(self.mapper)
+        wait_until_idle(self.mapper, self.stop)
 
     def train(self, seconds: float | None, steps: int) -> None:
         self.ask("refine", min(seconds or SLICE_S, SLICE_S))

@@ -14,6 +14,7 @@ from typing import Any, Callable
 import cv2
 import numpy as np
 
+from spirula_gpu.config import Config
 from spirula_gpu.ply import write_atomically
 
 from .errors import InputError
@@ -39,10 +40,23 @@ def prepare_folder(out: str | Path) -> Path:
     return out
 
 
+def results(out: str | Path, map_file: str, mesh: bool) -> list[Path]:
+    """The files that a run writes there, but renders/."""
+    return [Path(out) / name for name in ("report.json", "compare.png", "poses.txt", map_file, *(["mesh.ply"] if mesh else []))]
+
+
+def check_out(out: str | Path, map_file: str, mesh: bool, config: Config) -> None:
+    """That the results do not take the place of what the run begins with. Raises InputError."""
+    written = {path.resolve() for path in results(out, map_file, mesh)}
+    for name, path in (("train.start_map", config.train.start_map), ("checkpoint.path", config.checkpoint.path)):
+        if path and Path(path).resolve() in written:
+            raise InputError(f"{name} {path} is one of the files that this run would write over in '{out}': choose another --out")
+
+
 def remove_results(out: Path, map_file: str, mesh: bool = True) -> None:
     """What an earlier run left there, of the files that this one would write: beside its report they would be taken for its own."""
-    for name in ("report.json", "compare.png", "poses.txt", map_file, *(["mesh.ply"] if mesh else [])):
-        (out / name).unlink(missing_ok=True)
+    for path in results(out, map_file, mesh):
+        path.unlink(missing_ok=True)
     write_renders(out / "renders", [])
 
 

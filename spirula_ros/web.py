@@ -12,7 +12,6 @@ import traceback
 from dataclasses import replace
 from typing import Any, Callable
 
-from spirula_gpu.config import replaced
 from spirula_gpu.mapper import Mapper, Wants
 
 from .params import WebConfig
@@ -33,7 +32,7 @@ class Viewer:
     def __init__(self, mapper: Mapper, config: WebConfig, *, note: Callable[[], str] = str, configure: Callable[[dict[str, Any]], None] | None = None,
                  save_to: str = "", drive: bool = False):
         self.config, self._mapper, self._note, self._drive, self._save_to = config, mapper, note, drive, os.path.abspath(save_to or "map.ply")
-        self._configure = configure or (lambda values: self._ask("", "configure", replaced(mapper.config, values)))
+        self._configure = configure or (lambda values: self._ask("", "configure", values))
         self._server, self.url = open_server(config, "spirula")
         self._scene, self._panel = Scene(self._server), Panel(self._server, self._act, mapper.config, self._save_to)
         self._begun = time.monotonic()
@@ -149,10 +148,7 @@ class Viewer:
         self._ask("the map is empty", "reset")
 
     def _do_configure(self, values: dict[str, Any]) -> None:
-        try:
-            self._configure(values)
-        except ValueError as e:
-            self._said = str(e)
+        self._configure(values)
 
     def _do_render(self, client) -> None:
         if client is None or client.client_id in self._pictures:

@@ -66,7 +66,7 @@ class Browser:
         """PNG."""
         return base64.b64decode(self._call("GET", "/screenshot"))
 
-    def click(self, text: str, seconds: float = 30) -> None:
+    def click(self, text: str, seconds: float = 60) -> None:
         """The last button or tab with this text, or the checkbox beside it, when it is there; as a mouse does it."""
         element = self.wait("let e = [...document.querySelectorAll('button, [role=tab], label')].findLast(e => e.textContent.trim() === arguments[0]);"
                             "if (e?.tagName === 'LABEL') { while (e && !e.querySelector('input')) e = e.parentElement; e = e?.querySelector('input') }"

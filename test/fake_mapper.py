@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 
+from spirula_gpu.config import replaced
 from spirula_gpu.correct import Corrected
 from spirula_gpu.report import FrameLedger, Latest, MeshChunk, Snapshot, Status, VramReport, VramRow
 
@@ -55,7 +56,7 @@ class FakeMapper:
                 with open(args[0], "w") as file:
                     file.write("ply\n")
             if name == "configure":
-                self.config = args[0]
+                self.config = replaced(self.config, args[0])
             future.set_result({"evaluate": [], "save_map": WRITTEN, "correct": Corrected(3, 2, 500)}.get(name))
         except OSError as e:
             future.set_exception(e)

@@ -183,6 +183,7 @@ def test_info_of_a_map(capsys):
     write_map("a.ply", a)
     _, out, _ = spirula(capsys, "info", "a.ply")
     share = 100 * np.mean(opacities(a)[1:] < 0.1)
+    assert "spirula replay BAG --set train.start_map=a.ply --out " in out   # the default folder may be the one that it lies in
     assert "3DGS .ply, 1,000 Gaussians, SH degree 2" in out and "not finite  1:" in out and f"x {a.means[1:, 0].min():.3f} to" in out and f"{share:5.1f} %" in out
 
 

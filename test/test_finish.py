@@ -69,3 +69,18 @@ def test_a_reset_ends_the_refinement(mapper):
         until(lambda: mapper.status().steps > 20)
         mapper.command("reset").result()
         assert refining.exception(timeout=10) is None or "reset" in str(refining.exception())
+
+
+def test_a_pause_that_a_viewer_may_end_is_waited_for(mapper):
+    mapper.command("pause", True).result()
+    mapper.ledger.arrived()  # a frame that nobody takes while it is paused
+
+    class Stop:
+        looks = 0
+
+        @property
+        def reason(self):
+            Stop.looks += 1
+            return "interrupted" if Stop.looks == 3 else ""
+    wait_until_idle(mapper, Stop())
+    assert Stop.looks == 3

@@ -134,6 +134,13 @@ def test_the_viewer_in_the_node(tmp_path):
     try:
         web._act("configure", {"train.steps_per_frame": 7})
         rig.until(lambda: rig.node.get_parameter("train.steps_per_frame").value == 7 and rig.mapper.config.train.steps_per_frame == 7)
+        rig.mapper.command("configure", {"prune.growth": 0.1}).result(60)   # not of the node's
+        web._act("configure", {"train.lr_mean": 1e-3})
+        web._act("configure", {"train.steps_per_frame": 8})
+        rig.until(lambda: rig.mapper.config.train.steps_per_frame == 8)
+        rig.node.set_parameters([Parameter("train.steps_per_frame", value=9)])
+        rig.until(lambda: rig.mapper.config.train.steps_per_frame == 9)
+        assert rig.mapper.config.train.lr_mean == rig.node.get_parameter("train.lr_mean").value == 1e-3 and rig.mapper.config.prune.growth == 0.1
         web._act("configure", {"train.steps_per_frame": -7})
         rig.until(lambda: "steps_per_frame" in rig.node.internal_error)   # shown in the panel
         web._server.get_clients = lambda: {0: None}

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from spirula_gpu.camera import Camera, Frame
+from spirula_gpu.config import replaced
+from spirula_gpu.mapper import Mapper
 from spirula_gpu.report import FrameLedger, Status, VramReport, VramRow
 from spirula_ros import bags, report
 from spirula_ros.errors import InputError
-from spirula_ros.replay import ReplayOptions, replay
+from spirula_ros.replay import Lossless, ReplayOptions, replay
 from spirula_ros.settings import settings
 from spirula_ros.synthetic import make_bag
+from test_mapper import SMALL, frame
 
 KEYS = {"frames", "keyframes", "gaussians", "steps", "seconds", "heldout_psnr", "heldout_ssim", "heldout_cc_psnr", "train_psnr", "vram", "backend", "version"}
 
@@ -80,7 +83,7 @@ class DoubleMapper:
         if name == "refine":
             self.steps += 10
             time.sleep(args[0])
-        if name in ("save_map", "save_poses", "mesh"):
+        if name in ("save_map", "save_poses", "save_checkpoint", "mesh"):
             with open(args[0], "w") as file:
                 file.write("ply\n")
         future.set_result([HeldOut(f, 20.0 + i) for i, f in enumerate(self.held_out)] if name == "evaluate" else None)
@@ -236,6 +239,62 @@ def test_a_mapper_that_fails_is_no_report(room, tmp_path, rate):
     assert not (tmp_path / "out" / "report.json").exists()
 
 
+# ---- a viewer's pause ----------------------------------------------------------------------------------------------------
+
+class Looked:
+    """A stop request that is looked at while a replay waits: at the third look `then` happens, and its result is the reason from there on."""
+
+    def __init__(self, then):
+        self.looks, self._then, self._reason = 0, then, ""
+
+    @property
+    def reason(self):
+        self.looks += 1
+        if self.looks == 3:
+            self._reason = self._then() or ""
+        return self._reason
+
+
+class PausedInTheMiddle(Mapper):
+    """Somebody pauses it while steps of the third frame are due, and looks at it meanwhile."""
+    ticks = 0
+
+    def tick(self):
+        self.ticks += 1
+        if self.ticks == 8:
+            assert self._due > 0
+            self.post("pause", True)
+        return super().tick()
+
+
+def taken(mapper, stop):
+    driver = Lossless(mapper, stop)
+    for i in range(6):
+        mapper.ledger.arrived()
+        driver.take(frame(i))
+    driver.train(None, 3)
+    return {row: mapper._engine.read(f"map.{row}") for row in ("mean", "sh", "logit_opacity")}
+
+
+def test_a_pause_in_a_lossless_replay_loses_no_frame_and_no_step():
+    config = replaced(SMALL, {"train.steps_per_frame": 12})
+    whole, paused = Mapper(config), PausedInTheMiddle(config)
+    stop = Looked(lambda: paused.post("pause", False) and "")
+    want, got = taken(whole, Looked(str)), taken(paused, stop)
+    assert stop.looks >= 3 and paused.ledger.counts() == (6, 6, {}) and paused.status().steps == whole.status().steps == 6 * 12 + 3
+    assert all(np.array_equal(got[row], want[row]) for row in want)
+
+
+def test_a_paused_lossless_replay_ends_when_it_is_asked_to():
+    mapper, stop = Mapper(replaced(SMALL, {"train.steps_per_frame": 12})), Looked(lambda: "interrupted")
+    driver = Lossless(mapper, stop)
+    mapper.post("pause", True)
+    mapper.ledger.arrived()
+    driver.take(frame(0))
+    driver.train(None, 3)
+    assert stop.looks >= 3 and mapper.status().state == "paused" and mapper.status().steps == 0 and mapper.ledger.counts().pending == 1
+
+
 # ---- recordings ------------------------------------------------------------------------------------------------------------
 
 def test_a_recording_that_was_cut_off_is_used_as_far_as_it_goes(room, tmp_path):
@@ -275,6 +334,25 @@ def test_results_of_an_earlier_run_do_not_stay_beside_the_new_report(room, tmp_p
     (out / "mesh.ply").write_text("asked not to be written")
     run(room, out, mesh=False)
     assert (out / "mesh.ply").exists() and (out / "report.json").exists()
+
+
+@pytest.mark.parametrize("name, file", [("train.start_map", "map.ply"), ("checkpoint.path", "map.ply"), ("train.start_map", "mesh.ply"), ("checkpoint.path", "start.spz")])
+def test_what_a_run_begins_with_is_not_written_over(name, file, room, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / file).write_text("good")
+    wanted = [f"{name}={out}/../out/{file}", *(["output.map_file=start.spz"] if file == "start.spz" else [])]
+    with pytest.raises(InputError, match=f"{name} .*{file} .*another --out") as error:
+        run(room, out, make=lambda config: pytest.fail("work was done"), assignments=wanted)
+    assert "\n" not in str(error.value) and (out / file).read_text() == "good" and not (out / "renders").exists()
+    run(room, tmp_path / "more", assignments=wanted)
+    assert (out / file).read_text() == ("ply\n" if name == "checkpoint.path" else "good")   # where it goes on, there it is saved
+
+
+def test_a_mesh_that_is_not_written_may_be_the_start(room, tmp_path):
+    (tmp_path / "mesh.ply").write_text("good")
+    run(room, tmp_path, mesh=False, assignments=[f"train.start_map={tmp_path}/mesh.ply"])
+    assert (tmp_path / "mesh.ply").read_text() == "good"
 
 
 def test_a_recording_that_is_not_there_leaves_no_folder_and_no_result_goes(room, tmp_path):

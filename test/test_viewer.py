@@ -2,9 +2,9 @@
 import contextlib
 import io
 import os
+import re
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -38,24 +38,29 @@ def viewer(tmp_path):
 
 def test_splats_flow_while_somebody_looks(viewer):
     viewer, mapper = viewer
-    time.sleep(0.5)
+    trains_on(mapper)
+    mapper.command("pause", True).result(60)   # one snapshot, then: the viewer may leave out those that others follow at once
     assert mapper.splats.get() is None and mapper.wants == Wants()
     with websocket(viewer._server.get_port()) as ws:
         ws.send(camera_message())
         wait_for(lambda: mapper.splats.get() is not None)
         snapshot, seen = mapper.splats.get(), b""
         needle = pack(snapshot.splats)[:1].tobytes()[:12]   # a mean, as it is sent
-        end = time.monotonic() + 30
         while needle not in seen:
-            assert time.monotonic() < end, "the splats did not come"
-            seen = ws.recv(timeout=30)
+            seen = ws.recv(timeout=60)
+        mapper.command("pause", False).result(60)
         wait_for(lambda: mapper.splats.get() is not snapshot)   # training goes on
     wait_for(lambda: mapper.wants == Wants())
-    mapper._showing_s = 0.0
-    time.sleep(0.3)
-    last = mapper.splats.get()
-    time.sleep(0.5)
+    mapper.command("view").result(60)   # the tick that was under way, and may have seen other wants, is over
+    last, mapper._showing_s = mapper.splats.get(), 0.0
+    trains_on(mapper)
     assert mapper.splats.get() is last and not viewer._problem
+
+
+def trains_on(mapper) -> None:
+    """A while in which a viewer could have wanted something, counted in steps."""
+    steps = mapper.status().steps
+    wait_for(lambda: mapper.status().steps > steps + 20)
 
 
 def test_what_is_pressed_reaches_the_mapper(viewer, tmp_path):
@@ -76,6 +81,21 @@ def test_what_is_pressed_reaches_the_mapper(viewer, tmp_path):
     viewer._act("save")
     wait_for(lambda: "the map is empty; " in viewer._said)   # the mapper's own words
     assert not viewer._problem
+
+
+def test_two_quick_changes_of_parameters_are_two_changes():
+    from spirula_ros.web import Viewer
+    mapper = fed()   # without a thread: what is asked waits for the tick
+    viewer = Viewer(mapper, WebConfig(port=0))
+    try:
+        viewer._act("configure", {"train.lr_mean": 1e-3})
+        viewer._act("configure", {"prune.growth": 0.1})
+        wait_for(lambda: mapper._commands.qsize() == 2)
+        mapper.tick()
+        assert (mapper.config.train.lr_mean, mapper.config.prune.growth) == (1e-3, 0.1)
+    finally:
+        viewer.close()
+        mapper.close()
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------------------------------
@@ -136,31 +156,47 @@ def test_view_says_what_it_cannot_show(name, content, text, tmp_path):
     assert text in said.getvalue() and said.getvalue().count("\n") == 1, said.getvalue()
 
 
-def test_replay_serves_while_it_runs(tmp_path, capsys):
+def test_replay_serves_while_it_runs(tmp_path, capsys, monkeypatch):
     """Lossless: the mapper has no thread, and what browsers want is done between its steps."""
     from spirula_ros.cli import main
     from spirula_ros.synthetic import make_bag
     make_bag(str(tmp_path / "room"), frames=12, size=(64, 48), fps=15.0, seed=0, storage="mcap")
     capsys.readouterr()
-    seen = []
+    seen, packed, ended = [], [], threading.Event()
+
+    def packing(splats) -> np.ndarray:
+        rows = pack(splats)
+        packed.append(rows[0].tobytes()[:12])   # a mean, as it is sent
+        return rows
+    monkeypatch.setattr("spirula_ros.web_scene.pack", packing)
 
     def look() -> None:
         said = ""
-        while "viewer: " not in said:
+        while not (address := re.search(r"viewer: http://localhost:(\d+)/", said)):
+            assert not ended.wait(0.02)
             said += capsys.readouterr().err
-            time.sleep(0.02)
-        with websocket(int(said.split("viewer: http://localhost:")[1].split("/")[0])) as ws:
+        with websocket(int(address[1])) as ws:
             ws.send(camera_message())
-            while len(seen) == 0:
-                if len(message := ws.recv(timeout=60)) > 30_000:   # splats, 32 bytes each
-                    seen.append(len(message))
-        os.kill(os.getpid(), signal.SIGINT)   # enough: the replay finishes with what is there
-    thread = threading.Thread(target=look)
+            message = b""
+            while not any(mean in message for mean in packed):
+                message = ws.recv(timeout=300)
+        seen.append("splats")
+
+    def look_and_stop() -> None:
+        try:
+            look()
+        finally:
+            if not ended.is_set():
+                os.kill(os.getpid(), signal.SIGINT)   # enough: the replay finishes with what is there
+    thread = threading.Thread(target=look_and_stop)
     thread.start()
-    assert main(["replay", str(tmp_path / "room"), "--lossless", "--refine-seconds", "60", "--no-mesh", "--web", "0", "--backend", "cpu", "--threads", "1",
-                 "--out", str(tmp_path / "out")]) == 0
-    thread.join(timeout=60)
-    assert seen
+    try:
+        code = main(["replay", str(tmp_path / "room"), "--lossless", "--refine-seconds", "3600", "--no-mesh", "--web", "0", "--backend", "cpu", "--threads", "1",
+                     "--out", str(tmp_path / "out")])
+    finally:
+        ended.set()
+        thread.join()
+    assert code == 0 and seen
 
 
 # ---- a real browser --------------------------------------------------------------------------------------------------------------------------
@@ -184,18 +220,19 @@ def test_a_browser_shows_map_and_panel(size, phone, viewer, tmp_path):
             image = picture(page.screenshot())
             part = image[image.shape[0] // 4:image.shape[0] // 2, :image.shape[1] // 3].astype(int)
             return float((part.max(2) - part.min(2) > 30).mean())   # the wall is colourful, the page grey
-        wait_for(lambda: lit() > 0.2, 60)
+        wait_for(lambda: lit() > 0.2)
         page.click("Control")
         page.click("Pause")
-        wait_for(lambda: mapper.status().state == "paused", 30)
+        wait_for(lambda: mapper.status().state == "paused")
         page.click("View")
         page.click("splats")
-        wait_for(lambda: lit() < 0.1, 60)
+        wait_for(lambda: lit() < 0.1)
         page.click("Render from here")
-        wait_for(lambda: lit() > 0.2, 60)   # the picture of our own renderer
+        wait_for(lambda: lit() > 0.2)   # the picture of our own renderer
         page.click("Control")
         page.click("Reset")
         page.click("Cancel")
-        time.sleep(0.5)
+        page.wait("return !document.body.innerText.includes('Throw the map away?')")
+        mapper.command("view").result(60)   # whatever was asked before is done
         assert mapper.status().gaussians > 0
         assert not [line for line in page.log() if "Uncaught" in line] and not viewer._problem

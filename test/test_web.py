@@ -146,7 +146,7 @@ def test_allowed_hosts():
 
 
 def get(port: int, path="/", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -191,7 +191,7 @@ def test_a_token_is_asked_for_page_and_websocket():
         with pytest.raises(InvalidStatus, match="403"):
             websocket(port, Cookie=cookie.partition(";")[0], Origin="http://evil.example")
         with websocket(port, Cookie=cookie.partition(";")[0]) as ws:
-            assert ws.recv(timeout=20)
+            assert ws.recv(timeout=60)
     finally:
         web_server.close_server(server)
 
@@ -277,6 +277,35 @@ def test_copies_take_a_small_share_of_the_time():
     mapper.train(steps=1)
     mapper.tick()
     assert mapper.splats.get() is first
+
+
+def test_a_copy_is_not_charged_with_the_measurement_before_it(monkeypatch):
+    class Clock:
+        seconds = 1000.0
+
+        def monotonic(self):
+            return self.seconds
+    mapper = fed(config=replaced(SMALL, {"eval.period_s": 1.0}))
+    submit(mapper, frame(4, held_out=True))
+    mapper.run_due()
+    clock = Clock()
+    monkeypatch.setattr("spirula_gpu.mapper.time", clock)
+    monkeypatch.setattr(mapper, "_measure", lambda held_out: setattr(clock, "seconds", clock.seconds + 50))
+    monkeypatch.setattr(mapper._output, "splats", lambda most: setattr(clock, "seconds", clock.seconds + 0.5) or splats(most))
+    mapper.wants, mapper._last["splats"], mapper._last["evaluate"], mapper._thread = Wants(splats=10), 0.0, 0.0, threading.current_thread()
+    mapper._publish_due()
+    assert clock.seconds == 1050.5 and mapper._showing_s == 0.5
+
+
+def test_changes_of_different_parameters_do_not_undo_each_other():
+    mapper = fed()
+    growing = mapper.post("configure", {"prune.growth": 0.1})
+    rest = mapper.post("configure", {"train.lr_mean": 1e-3, "train.steps_per_frame": 7})
+    refused = mapper.post("configure", {"train.steps_per_frame": 8, "train.lr_mean": -1.0})
+    mapper.tick()
+    assert growing.result(0) is rest.result(0) is None and "must lie in" in str(refused.exception(0))
+    train = mapper.config.train
+    assert (mapper.config.prune.growth, train.lr_mean, train.steps_per_frame) == (0.1, 1e-3, 7) and mapper._trainer.config is mapper.config
 
 
 def test_what_another_thread_posts_waits_for_the_tick():
