@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include "hot.h"
 
@@ -16,16 +16,27 @@ constexpr int COST_MAX = 254, UNSEEN = 255;  // of one view: ZNCC <= 0; the pixe
 constexpr float NOISE = 2.0f;             // levels: variance of an image that is no texture
 constexpr int P1 = 16, P2 = 96;           // a step of one plane, of more, where the image has no edge
 
-// f(0) .. f(n - 1) on so many threads. Nothing in f may throw.
+// f(0) .. f(n - 1) on so many threads. What f throws first (no memory for its scratch) is thrown here, once all threads have ended.
 template <class F> static void parallel(int threads, int64_t n, F&& f) {
   std::atomic<int64_t> next{0};
-  const auto work = [&] { for (int64_t i; (i = next++) < n;) f(i); };
+  std::atomic_flag failed = ATOMIC_FLAG_INIT;
+  std::exception_ptr error;
+  const auto work = [&] {
+    try {
+      for (int64_t i; (i = next++) < n;) f(i);
+    } catch (...) {
+      if (!failed.test_and_set()) error = std::current_exception();
+      next = n;
+    }
+  };
   std::vector<std::thread> others;
+  others.reserve(threads);
   try {
     for (int i = 1; i < threads && i < n; ++i) others.emplace_back(work);
-  } catch (const std::system_error&) {}  // the system gives no more threads: these do it
+  } catch (const std::exception&) {}  // the system gives no more threads: these do it
   work();
   for (std::thread& t : others) t.join();
+  if (error) std::rethrow_exception(error);
 }
 
 // ---- warping -----------------------------------------------------------------------------------------------------------
@@ -206,14 +217,11 @@ static void cost_band(const Sweep& s, int y0, Volume& v) {
   }
 }
 
-// Costs of planes that the prior rules out, and of pixels that no view sees, say nothing.
-static void apply_prior(const Sweep& s, Volume& v, int y) {
+// Costs where no view sees the plane say nothing.
+static void fill_unseen(Volume& v, int y) {
   for (int x = 0; x < v.width; ++x) {
     uint8_t* c = &v.cost[v.at(x, y)];
-    const int64_t i = (int64_t)y * v.width + x;
-    const bool prior = s.p.prior_inv && s.p.prior_inv[i] > 0;
-    for (int k = 0; k < v.planes; ++k)
-      if (c[k] == UNSEEN || (prior && fabsf(s.inv((float)k) - s.p.prior_inv[i]) > s.p.prior_half[i])) c[k] = COST_MAX;
+    for (int k = 0; k < v.planes; ++k) if (c[k] == UNSEEN) c[k] = COST_MAX;
   }
 }
 
@@ -293,7 +301,6 @@ static void choose_row(const Sweep& s, const Volume& v, int y, float* depth_m, f
     const float bend = a + d - 2 * b;
     if (!(bend > 0)) continue;
     const float w = s.inv(k + std::clamp(0.5f * (a - d) / bend, -0.5f, 0.5f));
-    if (s.p.prior_inv && s.p.prior_inv[i] > 0 && fabsf(w - s.p.prior_inv[i]) > s.p.prior_half[i]) continue;
     if (!(w > 0)) continue;
     depth_m[i] = 1 / w;
     confidence[i] = ncc * std::min(1.0f, margin * 4);
@@ -310,7 +317,7 @@ void sweep(const spl_photo& ref, int n_views, const spl_photo* views, const spl_
   v.cost.assign((size_t)v.width * v.height * v.depth, UNSEEN);
   v.sum.assign(v.cost.size(), 0);
   parallel(threads, (v.height + BAND - 1) / BAND, [&](int64_t b) { cost_band(s, (int)b * BAND, v); });
-  parallel(threads, v.height, [&](int64_t y) { apply_prior(s, v, (int)y); });
+  parallel(threads, v.height, [&](int64_t y) { fill_unseen(v, (int)y); });
   aggregate(ref, threads, v);
   parallel(threads, v.height, [&](int64_t y) { choose_row(s, v, (int)y, depth_m, confidence); });
 }
