@@ -202,6 +202,7 @@ class Lossless:
 
     def settle(self) -> None:
         self.mapper.run_due()
+        self.ask("drain")
 
     def train(self, seconds: float | None, steps: int) -> None:
         self.mapper.train(seconds=seconds, steps=steps)
@@ -227,6 +228,7 @@ class Live:
 
     def settle(self) -> None:
         wait_until_idle(self.mapper)
+        self.ask("drain")
 
     def train(self, seconds: float | None, steps: int) -> None:
         self.ask("refine", min(seconds or SLICE_S, SLICE_S))
