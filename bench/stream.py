@@ -101,6 +101,7 @@ def stream(mapper: WatchedMapper, frames: list[Frame], pace: Pace) -> float:
         mapper.stop()
         if mapper.status().last_error:
             raise ValueError(f"the mapper failed: {mapper.status().last_error}")
+    mapper.command("drain").result()
     seconds = time.monotonic() - mapper.begun
     mapper.look("stream")
     return seconds

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Iterable, NamedTuple
 
 import cv2
 import numpy as np
@@ -12,7 +12,7 @@ from .camera import Frame
 from .config import GateConfig, TrainConfig
 from .correct import Motions
 from .exposure import corrected
-from .native import View, view
+from .native import Engine, View
 
 
 GATE_POSES = 2000  # keyframes that a new frame is compared with
@@ -81,6 +81,7 @@ class Keyframe:
         self._target: np.ndarray | None = None
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
+        self._view_of = None   # (degree, unit) that it was made for
 
     @property
     def bytes(self) -> int:
@@ -107,13 +108,23 @@ class Keyframe:
             self._target = corrected(self.frame.rgb, self.log_gain)
         return self._target
 
-    def view(self, sh_degree: int) -> View:
-        if self._view is None or self._view.sh_degree != sh_degree:
-            self._view = view(self.frame.camera, self.frame.T_cam_world, sh_degree, blur_px2=self.blur_px2)
+    def view(self, engine: Engine, sh_degree: int) -> View:
+        if self._view is None or self._view_of != (sh_degree, engine.unit_m):
+            self._view = engine.view(self.frame.camera, self.frame.T_cam_world, sh_degree, blur_px2=self.blur_px2)
+            self._view_of = sh_degree, engine.unit_m
         return self._view
 
     def trained(self, loss: float) -> None:
         self.loss = loss if np.isinf(self.loss) else 0.7 * self.loss + 0.3 * loss
+
+
+def correct(keyframes: Iterable[Keyframe], found: Motions) -> int:
+    """What a corrected path has found moves those that it moves visibly. Returns how many."""
+    D, moved = found.of(np.array([k.frame.stamp_ns for k in keyframes], np.int64))
+    for keyframe, D_k, moves in zip(keyframes, D, moved):
+        if moves:
+            keyframe.correct(D_k)
+    return int(moved.sum())
 
 
 class Keyframes:

@@ -21,7 +21,7 @@ from .config import Config, replaced
 from .correct import Corrected, PathError, Track, motions
 from .formats import read_start_map
 from .inbox import Inbox
-from .keyframes import Gate, Keyframe, Keyframes
+from .keyframes import Gate, Keyframe, Keyframes, correct
 from .mesh import MeshError
 from .multiview import MultiView
 from .native import Engine, NativeError, largest_map
@@ -33,10 +33,10 @@ from .splats import FormatError
 from .trainer import Trainer, refused
 from .trajectory import write_poses
 
-ENDED_S = 3.0   # without a new frame: keyframes do not wait for better neighbours any more
+ENDED_S = 3.0   # a worker that has got no frame for so long does not let keyframes wait for better neighbours any more
 
 
-COMMANDS = ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine", "correct")
+COMMANDS = ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine", "drain", "correct")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Mapper:
 
     def command(self, name: str, *args) -> Future:
         """Queue a command for T1 (inline mode: run it now): save_map(path), save_poses(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
-        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds), correct(stamps, poses)."""
+        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds), drain(), correct(stamps, poses)."""
         if self._thread is not None or name not in COMMANDS:
             return self.post(name, *args)
         future: Future = Future()
@@ -190,7 +190,7 @@ class Mapper:
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
         self._shown, self._showing_s = None, 0.0
-        self._last = dict(frame=0.0, render=0.0, mesh=0.0, splats=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
+        self._last = dict(frame=time.monotonic(), render=0.0, mesh=0.0, splats=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
         self._tell()
 
     def _work(self) -> None:
@@ -209,7 +209,7 @@ class Mapper:
         """One unit of work: commands, one frame, a few steps, housekeeping, a snapshot. False: nothing was to do."""
         busy = self._run_commands()
         busy |= self._take_frame()
-        busy |= self._triangulate(ended=self._thread is not None and time.monotonic() - self._last["frame"] > ENDED_S)  # inline no clock decides
+        busy |= self._triangulate(self._ended())
         busy |= self._train()
         busy |= self._publish()
         self._save_if_due()
@@ -227,8 +227,7 @@ class Mapper:
     def train(self, seconds: float | None = None, steps: int | None = None, progress=None) -> int:
         """Inline mode: refine for so long or so many steps; returns the steps made."""
         begin, made = time.monotonic(), 0
-        while self._triangulate(ended=True):
-            pass
+        self._do_drain()
         while self._keyframes and (steps is None or made < steps) and (seconds is None or time.monotonic() - begin < seconds):
             self._steps(1)
             made += 1
@@ -301,12 +300,20 @@ class Mapper:
         self._trainer.refinement.centre(self._keyframes)
         self._trainer.refinement.level(self._keyframes)
 
+    def _ended(self) -> bool:
+        """No frame has come for long. Without a worker the clock says nothing: frames come when the caller is ready; it says drain()."""
+        return self._thread is not None and not len(self._inbox) and time.monotonic() - self._last["frame"] > ENDED_S
+
     def _triangulate(self, ended: bool = False) -> bool:
         """Depth from several views, and Gaussians from that, where keyframes wait for it: at most one sweep."""
-        found = self._multiview.step(self._keyframes, ended) if self._multiview.waiting else None
+        if self._state == "paused" or not self._multiview.waiting:
+            return False
+        found = self._multiview.step(self._keyframes, ended)
         for keyframe, depth_m in found or ():
-            self._trainer.measure_unit(depth_m)
+            self._trainer.refine(keyframe)   # the map knows its exposure better than at its arrival
             self._trainer.insert(keyframe, depth_m)
+        if found:
+            self._trainer.refinement.centre(self._keyframes)
         return found is not None
 
     def _hint_of_budget(self, camera: Camera) -> str:
@@ -462,7 +469,7 @@ class Mapper:
             self._engine.close()
             self._begin_map()
             raise
-        self._state = "running"
+        self._state, self._last["frame"] = "running", time.monotonic()
         self._tell()
         return self.resumed
 
@@ -482,12 +489,6 @@ class Mapper:
         self._trainer.resume(facts["trainer"], self._keyframes)
         if any(name.startswith("engine.") for name in changed):
             self._trainer.new_limits()
-        owners = set(np.unique(self._engine.read("map.owner")).tolist())
-        for keyframe in self._keyframes:
-            if keyframe.frame.depth_m is not None:
-                self._multiview.measured(keyframe)
-            elif keyframe.id not in owners:   # it still waits for depth, or has shown nothing new
-                self._multiview.wait(keyframe)
         self._keyframes.random = facts["keyframes"]
         self._due, self._next_id, self._evaluated, self._corrections = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated", "corrections"))
         gated, past, counts = checkpoint.read_gate(reader), checkpoint.read_past(reader), checkpoint.read_counts(reader)
@@ -498,6 +499,7 @@ class Mapper:
         if len(self._owners) != self._next_id:
             reader.refuse(f"{len(self._owners)} owners for {self._next_id} keyframes")
         self._gate.resume(gated)   # from here on nothing is refused
+        self._multiview.resume(facts["multiview"], self._keyframes)
         self._track = past.track
         self.world_frame = frame_name
         self.ledger.resume(counts)
@@ -513,7 +515,7 @@ class Mapper:
             gated, waiting, seen, track = self._gate.state(), self._inbox.frames(), self.ledger.counts(), Track(self._track.stamps, self._track.poses)
         frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given, k.log_gain) for k in self._keyframes]
         frames += [Stored(HELD_OUT, frame) for frame in self._held_out] + [Stored(WAITING, frame) for frame in waiting]
-        facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.random, frames_seen=seen._asdict(),
+        facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.random, multiview=self._multiview.state(), frames_seen=seen._asdict(),
                      counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated, corrections=self._corrections))
         return checkpoint.write_map(path, self._engine, frames, gated, Past(track, np.array(self._owners, np.int64)), self.config, facts)
 
@@ -557,6 +559,13 @@ class Mapper:
 
     def _do_pause(self, paused: bool) -> None:
         self._state = "paused" if paused else "running" if self._keyframes else "waiting"
+        self._last["frame"] = time.monotonic()
+        self._tell()
+
+    def _do_drain(self) -> None:
+        """The stream has ended, for now: keyframes that wait for depth get it from what there is, or are given up. Not while paused."""
+        while self._triangulate(ended=True):
+            pass
         self._tell()
 
     def _do_view(self, T_world_cam=None, camera: Camera | None = None) -> None:
@@ -592,15 +601,13 @@ class Mapper:
             raise
         self._path_hint = ""
         gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))
-        D, moved = found.of([k.frame.stamp_ns for k in self._keyframes])
-        for keyframe, D_k, moves in zip(self._keyframes, D, moved):
-            if moves:
-                keyframe.correct(D_k)
+        keyframes = correct(list(self._keyframes), found)
+        self._multiview.correct(found, self._keyframes)
         self._held_out = [found.place(frame) for frame in self._held_out]
         self._output.restart_mesh()
         self._corrections += 1
         self._tell()
-        return Corrected(int(found.moved.sum()), int(moved.sum()), gaussians)
+        return Corrected(int(found.moved.sum()), keyframes, gaussians)
 
     def _nothing_moved(self) -> Corrected:
         self._path_hint = ""

@@ -10,8 +10,10 @@ import numpy as np
 
 from .bundle import adjusted
 from .camera import Camera
-from .keyframes import Keyframe, Keyframes
-from .native import Engine, SweepParams
+from .correct import Motions
+from .keyframes import Keyframe, Keyframes, correct
+from .native import Engine, NativeError, SweepParams
+from .trainer import refused
 
 VIEWS, CHECKS = 4, 6  # neighbours that a keyframe is swept with; whose depth it is compared with
 NEAREST = 64          # keyframes nearby that neighbours are chosen from
@@ -49,8 +51,9 @@ class MultiView:
         self._waiting: list[Keyframe] = []     # not swept yet
         self._unchecked: list[Keyframe] = []   # swept, but too few of those that see the same are
         self._swept: OrderedDict[int, tuple[Keyframe, Swept]] = OrderedDict()
-        self._newest = 0
-        self._tried = (-1, False)              # until there is a first depth: the newest keyframe, and whether the stream had ended, at the last attempt
+        self._newest = self._kept = 0          # the newest keyframe; depths there have been
+        self._idle: tuple | None = None        # (newest, kept, ended) with which nothing was due: it is not looked for again before one of them changes
+        self._problem = ""                     # why the last sweep was refused
         self.given_up = 0                      # keyframes that get no depth
         self.shift_px: float | None = None     # disparity, in the coarse image, that the last attempt at a first depth found
 
@@ -71,9 +74,12 @@ class MultiView:
 
     @property
     def hint(self) -> str:
-        """Why there is no depth yet; empty: there is."""
-        if self._swept or not self._waiting:
-            return ""
+        """Why there is no depth yet, or for some keyframes none at all; empty: there is."""
+        if not self.waiting and self.given_up:
+            return (f"{self.given_up} keyframes got no depth from several views: too few of those that see the same stand to the side, the images do not say, or there was no memory"
+                    + (f" ({self._problem})" if self._problem else ""))
+        if self._problem or self._swept or not self._waiting:
+            return self._problem
         seen = "there is one view yet" if self.shift_px is None else f"between the keyframes the image has moved by {self.shift_px:.1f} px of {COARSE_PX} beyond turning, or has no texture"
         return (f"{self.waiting} keyframes came without depth and wait for it: {seen}; {MIN_SHIFT_PX:g} px are needed: move the camera sideways, by some 3 % of the "
                 "distance to the scene, check the poses, or give depth")
@@ -81,20 +87,46 @@ class MultiView:
     def step(self, keyframes: Keyframes, ended: bool = False) -> list[tuple[Keyframe, np.ndarray]] | None:
         """At most one sweep; returns keyframes with depth_m [H,W] float32 along z, 0 = unknown, that several of them agree on. None: nothing is due.
         ended: there is no newer keyframe to wait for."""
+        now = self._newest, self._kept, ended
+        if now == self._idle:
+            return None
         there = {id(k) for k in keyframes}
         self._waiting, self._unchecked = ([k for k in known if id(k) in there] for known in (self._waiting, self._unchecked))
-        if not self._swept and not self._first(list(keyframes), ended):
+        if self._waiting and not self._swept and not self._first(list(keyframes)):
+            self._idle = now
             return None
         swept = self._sweep_one(list(keyframes), ended)
         checked = self._check(ended)
-        return checked if swept or checked else None
+        if swept or checked:
+            return checked
+        self._idle = now
+        return None
+
+    def correct(self, found: Motions, keyframes: Keyframes) -> None:
+        """A corrected path moves keyframes that are kept for their depth alone."""
+        there = {id(k) for k in keyframes}
+        correct([k for k, _ in self._swept.values() if id(k) not in there], found)
+        self._idle = None
+
+    def state(self) -> dict:
+        """What a checkpoint keeps, for JSON. The depths are not kept: those that come after it are compared among each other."""
+        return dict(waiting=[k.id for k in self._waiting + self._unchecked], given_up=self.given_up)
+
+    def resume(self, state: dict, keyframes: Keyframes) -> None:
+        """Go on as the one whose state() this is."""
+        waiting = set(state["waiting"])
+        for keyframe in keyframes:
+            if keyframe.frame.depth_m is not None:
+                self.measured(keyframe)
+            elif keyframe.id in waiting:
+                self.wait(keyframe)
+        self._newest, self.given_up = keyframes.newest.id, int(state["given_up"])
 
     # ---- when, and with whom -------------------------------------------------------------------------------------------
-    def _first(self, keyframes: list[Keyframe], ended: bool) -> bool:
+    def _first(self, keyframes: list[Keyframe]) -> bool:
         """The first depth of all, without any idea of the scene's size: the widest baselines at hand."""
-        if self._tried == (self._newest, ended) or len(keyframes) < 2:
+        if len(keyframes) < 2:
             return False
-        self._tried = (self._newest, ended)
         refs, recent = self._waiting[-RECENT:], keyframes[-RECENT:]
         for keyframe in (refs[-1], refs[len(refs) // 2], refs[0]):
             T = keyframe.frame.T_world_cam
@@ -143,15 +175,33 @@ class MultiView:
             if not views:
                 self.given_up += 1
                 continue
-            known = [(*self._swept[k.id][1][:2], self._relative(k, keyframe)) for k in views]
-            mean, count = self._engine.agree(own.depth_m, own.K, known, TOLERANCE[1])
-            differ = np.abs(mean - own.depth_m)[count > 0] / own.depth_m[count > 0]
-            tolerance = float(np.clip(3 * np.median(differ), *TOLERANCE)) if len(differ) else TOLERANCE[1]
-            mean, count = self._engine.agree(own.depth_m, own.K, known, tolerance)
-            mean[count < (2 if len(views) > 2 else 1)] = 0
-            camera = keyframe.frame.camera
-            out.append((keyframe, cv2.resize(mean, (camera.width, camera.height), interpolation=cv2.INTER_NEAREST)))
+            depth_m = self._unless_refused(self._agreed, keyframe, views)
+            if depth_m is None:
+                self.given_up += 1
+            else:
+                out.append((keyframe, depth_m))
         return out
+
+    def _agreed(self, keyframe: Keyframe, views: list[Keyframe]) -> np.ndarray:
+        """[H,W]: its depth where it is that of enough of the views."""
+        own, known = self._swept[keyframe.id][1], [(*self._swept[k.id][1][:2], self._relative(k, keyframe)) for k in views]
+        mean, count = self._engine.agree(own.depth_m, own.K, known, TOLERANCE[1])
+        differ = np.abs(mean - own.depth_m)[count > 0] / own.depth_m[count > 0]
+        tolerance = float(np.clip(3 * np.median(differ), *TOLERANCE)) if len(differ) else TOLERANCE[1]
+        mean, count = self._engine.agree(own.depth_m, own.K, known, tolerance)
+        mean[count < (2 if len(views) > 2 else 1)] = 0
+        camera = keyframe.frame.camera
+        return cv2.resize(mean, (camera.width, camera.height), interpolation=cv2.INTER_NEAREST)
+
+    def _unless_refused(self, make, *args):
+        """make(*args), or None where there is no memory for it; `hint` says so until there is."""
+        try:
+            self._problem, result = "", make(*args)
+        except NativeError as e:
+            if not refused(e):
+                raise
+            self._problem, result = str(e), None
+        return result
 
     def _relative(self, view: Keyframe, ref: Keyframe) -> np.ndarray:
         """T_view_ref as one of their sweeps had it, else as the poses say."""
@@ -159,6 +209,7 @@ class MultiView:
         return ours[view.id] if view.id in ours else np.linalg.inv(theirs[ref.id]) if ref.id in theirs else relative(view, ref)
 
     def _keep(self, keyframe: Keyframe, swept: Swept) -> None:
+        self._kept += 1
         self._swept[keyframe.id] = keyframe, swept
         self._swept.move_to_end(keyframe.id)
         while len(self._swept) > KEPT and next(iter(self._swept)) not in {k.id for k in self._unchecked}:
@@ -226,7 +277,10 @@ class MultiView:
         (gray, camera), *others = pictures
         n = int(np.clip(np.ceil((max_inv - min_inv) * rate / STEP_PX) + 1, *PLANES))
         params = SweepParams(min_inv=min_inv, max_inv=max_inv, n_planes=n, min_ncc=MIN_NCC, min_margin=MIN_MARGIN)
-        depth_m, _ = self._engine.sweep(gray, camera.K, [(g, c.K, t) for (g, c), t in zip(others, T)], params)
+        result = self._unless_refused(self._engine.sweep, gray, camera.K, [(g, c.K, t) for (g, c), t in zip(others, T)], params)
+        if result is None:
+            return None
+        depth_m, _ = result
         known = depth_m[depth_m > 0]
         return Swept(depth_m, camera.K, float(np.median(known)), {k.id: t for k, t in zip(views, T)}) if len(known) >= MIN_SHARE * depth_m.size else None
 

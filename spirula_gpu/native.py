@@ -16,6 +16,7 @@ import numpy as np
 from .report import VramReport, VramRow
 
 ABI_VERSION = 4
+NEAR_M = 0.01   # nothing nearer to a camera is drawn
 CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
 GAUSSIANS = 0  # Row.count of a row with an item per Gaussian
 PHASES = ("project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd")
@@ -71,8 +72,7 @@ class Row(c.Structure):
 Workload = _struct("spl_workload", gaussians=i64, pairs=i64, isects=i64, n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, train=c.c_int32)
 
 Photo = _struct("spl_photo", width=c.c_int32, height=c.c_int32, gray=u8p, depth=f32p, K=f32p, T_photo_ref=f32p)
-SweepParams = _struct("spl_sweep_params", min_inv=c.c_float, max_inv=c.c_float, n_planes=c.c_int32, min_ncc=c.c_float, min_margin=c.c_float, reserved=c.c_int32,
-                      prior_inv=f32p, prior_half=f32p)
+SweepParams = _struct("spl_sweep_params", min_inv=c.c_float, max_inv=c.c_float, n_planes=c.c_int32, min_ncc=c.c_float, min_margin=c.c_float, reserved=c.c_int32)
 
 P = c.POINTER
 SIGNATURES = {  # name: (result, arguments)
@@ -200,7 +200,7 @@ def empty(shape, like):
     return like.new_empty(shape) if on_gpu(like) else np.empty(shape, np.float32)
 
 
-def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m: float = 0.01, background=(0, 0, 0)) -> View:
+def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m: float = NEAR_M, background=(0, 0, 0)) -> View:
     """A View of one Camera (or a list of equal size) at T_cam_world [4,4] (or [C,4,4]); keeps the arrays it points to alive."""
     cameras = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
     Ks = array([camera.K for camera in cameras], (-1, 3, 3), name="Ks")
@@ -208,7 +208,7 @@ def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m:
                    sh_degree, blur_px2=blur_px2, near_m=near_m, background=background)
 
 
-def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0.3, near_m=0.01, background=(0, 0, 0)) -> View:
+def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0.3, near_m=NEAR_M, background=(0, 0, 0)) -> View:
     viewmats, Ks = (x.cpu() if on_gpu(x) else x for x in (viewmats, Ks))  # the engine reads them on the host
     viewmats = array(viewmats, (-1, 4, 4), name="viewmats")
     Ks = array(Ks, (len(viewmats), 3, 3), name="Ks")
@@ -237,6 +237,7 @@ class Engine:
         self.sh_degree, self.budget_bytes, self.precision = sh_degree, budget_bytes, precision
         params = CreateParams(max_gaussians=max_gaussians, budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, device=device,
                               arena_alias=arena_alias, arena_debug=arena_debug, precision=_precision(precision))
+        self.unit_m = 1.0   # what lengths in metres are times: poses alone may be of any unit (COLMAP); who measures it sets it
         self._ctx = c.c_void_p()
         if backend == "auto":
             self.backend_reason = self._open_auto(params)
@@ -362,6 +363,10 @@ class Engine:
         return moved.value
 
     # ---- rendering ------------------------------------------------------------------------------------------------
+    def view(self, camera, T_cam_world, sh_degree: int, *, blur_px2: float) -> View:
+        """As the function view(), in the map's unit of length."""
+        return view(camera, T_cam_world, sh_degree, blur_px2=blur_px2, near_m=NEAR_M * self.unit_m)
+
     def render(self, v: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The map: rgb [C,H,W,3], alpha [C,H,W], depth [C,H,W] (sum of weight * z; divide by alpha)."""
         out, image = self._new_image(v)
@@ -449,14 +454,12 @@ class Engine:
         return n.value
 
     # ---- depth from several images ----------------------------------------------------------------------------------
-    def sweep(self, gray, K, views, params: SweepParams, prior_inv=None, prior_half=None) -> tuple[np.ndarray, np.ndarray]:
+    def sweep(self, gray, K, views, params: SweepParams) -> tuple[np.ndarray, np.ndarray]:
         """Depth of the reference gray [H,W] uint8 with K [3,3] from `views`: (gray [h,w] uint8, K, T_view_ref [4,4]) each, sizes may differ. Planes
-        from params.min_inv to max_inv, 1/m; prior_inv, prior_half [H,W] 1/m as in spl_sweep_params. Returns depth_m [H,W] float32 along z, 0 =
-        unknown, and a confidence 0..1. On the CPU with either backend."""
+        from params.min_inv to max_inv, 1/m. Returns depth_m [H,W] float32 along z, 0 = unknown, and a confidence 0..1. On the CPU with either
+        backend."""
         ref, photos, _alive = self._photos(gray, K, views, "gray", np.uint8)
         size = (ref.height, ref.width)
-        priors = [None if x is None else array(x, size, name="prior") for x in (prior_inv, prior_half)]
-        params.prior_inv, params.prior_half = map(pointer, priors)
         depth_m, confidence = np.empty(size, np.float32), np.empty(size, np.float32)
         self._check(self._lib.spl_sweep(self._ctx, c.byref(ref), len(photos), photos, c.byref(params), pointer(depth_m), pointer(confidence)))
         return depth_m, confidence

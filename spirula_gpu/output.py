@@ -2,6 +2,7 @@
 reads the map and never writes it."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Iterable, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from .exposure import corrected
 from .formats import format_of, write_map
 from .keyframes import Keyframe, Keyframes
 from .metrics import cc_psnr, psnr, ssim
-from .native import PARAMETERS, Engine, view
+from .native import PARAMETERS, Engine
 from .report import MeshChunk
 from .splats import BLOCK, Splats, most_visible
 
@@ -45,7 +46,7 @@ class Output:
 
     def render(self, camera: Camera, T_cam_world: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """rgb [H,W,3] uint8, depth_m [H,W] float32 (0 where alpha < 0.5), alpha [H,W] float32; T_cam_world [4,4]."""
-        v = view(camera, T_cam_world, self._engine.sh_degree, blur_px2=self._config.train.blur_px2)
+        v = self._engine.view(camera, T_cam_world, self._engine.sh_degree, blur_px2=self._config.train.blur_px2)
         rgb, alpha, depth = (x[0] for x in self._engine.render(v))
         depth_m = np.where(alpha >= 0.5, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         return (np.clip(rgb, 0, 1) * 255 + 0.5).astype(np.uint8), depth_m, alpha
@@ -94,7 +95,9 @@ class Output:
 
     # ---- mesh -------------------------------------------------------------------------------------------------------
     def update_mesh(self, keyframes: Iterable[Keyframe]) -> None:
-        """Fuse the rendered depth of some keyframes that were not fused yet."""
+        """Fuse the rendered depth of some keyframes that were not fused yet. Before the first Gaussian there is none, nor a unit of length."""
+        if not len(self._engine):
+            return
         self._mesher = self._mesher or self._new_mesher()
         for k in [k for k in reversed(list(keyframes)) if k.id not in self._fused][:FUSE_PER_UPDATE]:  # it follows the robot
             self._fuse(self._mesher, k)
@@ -120,7 +123,8 @@ class Output:
 
     def _new_mesher(self):
         from .mesh import TsdfMesher
-        return TsdfMesher(self._config.mesh)
+        mesh, unit_m = self._config.mesh, self._engine.unit_m
+        return TsdfMesher(replace(mesh, voxel_m=mesh.voxel_m * unit_m, max_depth_m=mesh.max_depth_m * unit_m, chunk_m=mesh.chunk_m * unit_m))
 
     def _fuse(self, mesher, k: Keyframe) -> None:
         rgb, depth_m, _ = self.render(k.frame.camera, k.frame.T_cam_world)

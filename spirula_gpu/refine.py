@@ -12,7 +12,7 @@ from .config import Config
 from .correct import move_gaussians
 from .exposure import log_gain
 from .keyframes import Keyframe, Keyframes
-from .native import Engine, view
+from .native import Engine
 
 WORK_PIXELS = 320 * 240   # images are compared at this size at most
 NEAR_DEPTHS, NEAR_DEG = 0.5, 30.0   # keyframes see about the same: distance over the depth of what is seen, angle
@@ -52,7 +52,7 @@ class Refinement:
             keyframe.expose(gain)
 
     def _render(self, camera: Camera, k: Keyframe):
-        return [x[0] for x in self._engine.render(view(camera, k.frame.T_cam_world, self._engine.sh_degree, blur_px2=self.config.train.blur_px2))]
+        return [x[0] for x in self._engine.render(self._engine.view(camera, k.frame.T_cam_world, self._engine.sh_degree, blur_px2=self.config.train.blur_px2))]
 
     def _align(self, keyframe: Keyframe, camera: Camera, image, mask, depth_m, rgb, alpha, depth) -> bool:
         r, T_used = self.config.refine, keyframe.frame.T_world_cam

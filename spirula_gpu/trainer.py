@@ -33,7 +33,7 @@ class Trainer:
         self.engine, self.config = engine, config
         self.steps, self.loss, self.hint = 0, float("nan"), ""
         self.refinement = Refinement(engine, config)
-        self.unit_m = 1.0   # what parameters in metres are times: poses alone may be of any unit (COLMAP); set by the first depth of several views
+        self._unit_known = False   # engine.unit_m is measured; see measure_unit
         self._short_until = 0         # step until which memory is short
         self._pruned_at = 0           # step of the last prune
         self._lost = self._gave = 0   # steps in a row that had no memory; see PATIENCE
@@ -56,7 +56,7 @@ class Trainer:
         degree = min(self.engine.sh_degree, self._first_degree + self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
         frame = keyframe.frame
         try:
-            stats = self.engine.train_step(keyframe.view(degree), keyframe.target, self._hyper(), frame.depth_m, frame.mask, wait=False)
+            stats = self.engine.train_step(keyframe.view(self.engine, degree), keyframe.target, self._hyper(), frame.depth_m, frame.mask, wait=False)
         except NativeError as e:
             self._refused(e)
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
@@ -99,14 +99,16 @@ class Trainer:
             self._seen = last.n_pairs, last.n_isects
         if self._running:
             running = dict(id=self._running.id, loss=repr(last.loss if self._resumed_loss is None else self._resumed_loss))
-        return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, unit_m=self.unit_m, running=running, random=self._rng.bit_generator.state,
-                    unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave, short_until=self._short_until, pruned_at=self._pruned_at, seen=self._seen, first_degree=self._first_degree,
+        return dict(steps=self.steps, loss=repr(self.loss), hint=self.hint, unit_m=self.engine.unit_m if self._unit_known else None, running=running,
+                    random=self._rng.bit_generator.state, unsorted=self._unsorted, sort_at=self._sort_at, lost=self._lost, gave=self._gave,
+                    short_until=self._short_until, pruned_at=self._pruned_at, seen=self._seen, first_degree=self._first_degree,
                     refinement=self.refinement.state())
 
     def resume(self, state: dict, keyframes: Keyframes) -> None:
         """Go on as the trainer whose state() this is."""
         self.steps, self.loss, self.hint, self._rng.bit_generator.state = int(state["steps"]), float(state["loss"]), str(state["hint"]), state["random"]
-        self.unit_m = float(state["unit_m"])
+        if (unit_m := state["unit_m"]) is not None:
+            self.engine.unit_m, self._unit_known = float(unit_m), True
         self._unsorted, self._sort_at, self._lost, self._gave, self._short_until, self._pruned_at = (
             int(state[k]) for k in ("unsorted", "sort_at", "lost", "gave", "short_until", "pruned_at"))
         self._first_degree, self._seen = int(state["first_degree"]), tuple(map(int, state["seen"]))
@@ -136,19 +138,27 @@ class Trainer:
                      lr_logit_opacity=t.lr_logit_opacity, lr_sh0=t.lr_sh0, lr_sh_rest=t.lr_sh_rest, beta1=t.beta1, beta2=t.beta2, eps=ADAM_EPS,
                      ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
 
-    def measure_unit(self, depth_m: np.ndarray) -> None:
-        """From depth of several views, for a map that has nothing yet: one whose frames came with depth is in metres."""
-        if not len(self.engine) and (depth_m > 0).any():
-            self.unit_m = float(np.median(depth_m[depth_m > 0])) / USUAL_M
+    @property
+    def unit_m(self) -> float:
+        return self.engine.unit_m
+
+    def measure_unit(self, depth_m: np.ndarray, own: bool) -> None:
+        """The first depth that is measured in a map says it: a frame's own is in metres, that of several views in the unit of the poses."""
+        if self._unit_known or not (depth_m > 0).any():
+            return
+        self._unit_known = True
+        if not own:
+            self.engine.unit_m = float(np.median(depth_m[depth_m > 0])) / USUAL_M
 
     def insert(self, keyframe: Keyframe, depth_m: np.ndarray) -> int:
         """New Gaussians from depth_m [H,W], the keyframe's own or of several views. At the limit the weakest make room, then the new
         ones come more sparsely; `hint` says so. Returns how many came."""
         frame, spacing, gain = keyframe.frame, self.config.insert.hole_spacing_px, self.config.insert.detail_gain
+        self.measure_unit(depth_m, own=frame.depth_m is not None)
         self.hint = ""
         for attempt in range(ROOM_ATTEMPTS):
             try:
-                n = self.engine.insert(keyframe.view(self.engine.sh_degree), keyframe.target, depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
+                n = self.engine.insert(keyframe.view(self.engine, self.engine.sh_degree), keyframe.target, depth_m, self._insertion(keyframe.id, spacing, gain), frame.mask)
                 self._unsorted += n
                 self._gave = max(self._gave - 1, 0)
                 if not len(self.engine):

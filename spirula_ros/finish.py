@@ -21,6 +21,7 @@ def finish(mapper: Mapper, command: Callable[..., Future], output: OutputConfig,
     of working on this thread; started: time.monotonic() of the first frame. -> one sentence about the outcome. Raises what
     the commands raise, InputError if the folder cannot be written, TimeoutError, and RuntimeError as `waitable` does."""
     wait_until_idle(mapper)
+    command("drain").result()
     streamed = time.monotonic()
     refine(mapper, command, output.refine_seconds, output.refine_steps)
     refined = time.monotonic()

@@ -210,16 +210,20 @@ class Lossless:
 
     def take(self, frame) -> None:
         self.mapper.submit(frame)
-        self.settle()
+        self._work_off()
 
-    def settle(self) -> None:
+    def _work_off(self) -> None:
         self.mapper.run_due()
         while self.mapper.status().state == "paused" and not self.stop.reason:
             time.sleep(PAUSED_S)
             self.mapper.run_due()
 
+    def settle(self) -> None:
+        self._work_off()
+        self.ask("drain")
+
     def train(self, seconds: float | None, steps: int) -> None:
-        self.settle()   # what a viewer asks for; no frame waits and no step is due
+        self._work_off()   # what a viewer asks for; no frame waits and no step is due
         if not self.stop.reason:
             self.mapper.train(seconds=seconds, steps=steps)
 
@@ -243,6 +247,7 @@ class Live:
 
     def settle(self) -> None:
         wait_until_idle(self.mapper, self.stop)
+        self.ask("drain")
 
     def train(self, seconds: float | None, steps: int) -> None:
         self.ask("refine", min(seconds or SLICE_S, SLICE_S))

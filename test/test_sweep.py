@@ -1,5 +1,10 @@
 """Depth from several views: the native sweep on a wall with a box whose depth is known, agreement, alignment, which keyframes are swept when, and a map from images and poses alone."""
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import cv2
 import numpy as np
@@ -10,7 +15,7 @@ from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.config import Config, TrainConfig, replaced
 from spirula_gpu.keyframes import Keyframe, Keyframes
 from spirula_gpu.mapper import Mapper
-from spirula_gpu.multiview import MultiView, scores
+from spirula_gpu.multiview import MultiView, Swept, scores
 from spirula_gpu.native import Engine, NativeError, SweepParams
 
 CAMERA = Camera(160, 120, 130.0, 130.0, 80.0, 60.0)
@@ -82,15 +87,6 @@ def test_what_lies_beyond_the_range_gets_no_depth(engine):
     assert (depth > 0).mean() < 0.1
 
 
-def test_a_prior_rules_out_planes(engine):
-    gray, truth = photo(pose())
-    wrong = np.full_like(truth, 1 / 3.0)
-    depth, _ = engine.sweep(gray, CAMERA.K, views(), params(), wrong, np.full_like(truth, 0.05))
-    assert (depth > 0).mean() < 0.1
-    depth, _ = engine.sweep(gray, CAMERA.K, views(), params(), (1 / truth).astype(np.float32), np.full_like(truth, 0.05))
-    assert (depth > 0).mean() > 0.95 and np.abs(1 / depth[depth > 0] - 1 / truth[depth > 0]).max() <= 0.0501
-
-
 def test_the_number_of_threads_changes_nothing():
     gray, _ = photo(pose())
     results = []
@@ -116,8 +112,6 @@ def test_bad_views_are_refused(engine):
                       ([(gray, CAMERA.K, np.full((4, 4), np.nan))], "view 0: T_photo_ref is not finite"), ([(gray[:1], CAMERA.K, np.eye(4))], "160x1: must be 2..")):
         with pytest.raises(NativeError, match=text):
             engine.sweep(gray, CAMERA.K, bad, params())
-    with pytest.raises(NativeError, match="prior_inv and prior_half must be given together"):
-        engine.sweep(gray, CAMERA.K, views(), params(), prior_inv=truth)
     with pytest.raises(NativeError, match="tolerance 0 > 0"):
         engine.agree(truth, CAMERA.K, [(truth, CAMERA.K, np.eye(4))], 0.0)
     large = Camera(1000, 1000, 800, 800, 500, 500)
@@ -157,6 +151,31 @@ def test_alignment_recovers_poses_that_are_off():
             off.append(np.abs(d @ np.array([-along[1], along[0]])).mean())
         return np.mean(off)
     assert px([t for _, _, t in given]) > 0.5 and px(T) < 0.25 * px([t for _, _, t in given])
+
+
+SCARCE = """
+import resource, sys
+import numpy as np
+from spirula_gpu.native import Engine, NativeError, SweepParams
+K, eye, used = np.array([[100.0, 0, 50], [0, 100, 50], [0, 0, 1]]), np.eye(4), lambda: int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+image, params, refused = np.zeros((256, 16000), np.uint8), SweepParams(min_inv=0.1, max_inv=1, n_planes=4), 0
+with Engine("cpu", max_gaussians=1000, threads=16) as engine:
+    for more in range(180, 500, 6):   # MiB: 200 for the volume, then 3 for each thread
+        resource.setrlimit(resource.RLIMIT_AS, (used() + (more << 20), -1))
+        try:
+            engine.sweep(image, K, [(image, K, eye)], params)
+        except (NativeError, MemoryError) as e:
+            assert isinstance(e, MemoryError) or e.kind == "memory", e
+            refused += isinstance(e, NativeError)
+            continue
+        sys.exit(0 if refused > 3 else "nothing was refused")
+sys.exit("it never fitted")
+"""
+
+
+def test_threads_that_get_no_memory_refuse_the_sweep_and_do_not_end_the_program():
+    done = subprocess.run(["sh", "-c", 'ulimit -s 512; exec "$0" -c "$1"', sys.executable, SCARCE], capture_output=True, text=True, timeout=120, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 # ---- keyframes ---------------------------------------------------------------------------------------------------------
@@ -242,3 +261,195 @@ def test_a_resumed_map_goes_on_waiting(tmp_path):
             m.run_due()
         m.train(steps=1)
         assert 2 in m._engine.read("map.owner") and m._multiview.waiting == 0 and m._trainer.unit_m == 1
+
+
+# ---- the end of a stream, pauses, want of memory ---------------------------------------------------------------------------
+ALONE = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 2, "train.steps_per_frame": 4, "gate.min_translation_m": 0.0})
+
+
+def feed(mapper: Mapper, *frames: Frame) -> Mapper:
+    for f in frames:
+        mapper.ledger.arrived()
+        mapper.submit(f)
+        mapper.run_due()
+    return mapper
+
+
+def near(i: int) -> Frame:
+    """2 cm further right each time: it takes some until there is a first depth."""
+    return frame(i, T=pose(0.02 * i))
+
+
+def no_memory(*_):
+    raise NativeError("memory", "out of memory")
+
+
+def test_without_a_worker_the_clock_decides_nothing(monkeypatch):
+    maps = []
+    for ended_s in (3.0, -1.0):   # -1: each frame takes longer than that
+        monkeypatch.setattr("spirula_gpu.mapper.ENDED_S", ended_s)
+        mapper = feed(Mapper(ALONE), *(near(i) for i in range(8)))
+        maps.append((mapper._multiview.given_up, mapper._multiview.waiting, mapper._engine.read("map.mean")))
+    assert maps[0][:2] == maps[1][:2] and np.array_equal(maps[0][2], maps[1][2])
+
+
+def test_a_worker_counts_the_silence_from_its_start_or_the_end_of_a_pause(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    mapper = Mapper(ALONE)
+    mapper._thread = object()
+    assert not mapper._ended()
+    now[0] += 4
+    assert mapper._ended()
+    mapper._inbox.put(frame(0), 10)
+    assert not mapper._ended()
+    mapper._inbox.drop_all("reset")
+    mapper._do_pause(False)
+    assert not mapper._ended()
+    mapper._thread = None
+    mapper.close()
+
+
+@pytest.mark.parametrize("driver", ["Lossless", "Live"])
+def test_the_end_of_a_stream_gives_depth_without_refinement_and_the_stream_may_go_on(driver):
+    replay = pytest.importorskip("spirula_ros.replay")
+    mapper = Mapper(ALONE)
+    drive = getattr(replay, driver)(mapper)
+    for i in range(6):
+        mapper.ledger.arrived()
+        drive.take(near(i))
+    drive.settle()
+    n = mapper.status().gaussians
+    assert n > 1000 and mapper._multiview.waiting == 0
+    for i in range(6, 9):
+        mapper.ledger.arrived()
+        drive.take(near(i))
+    drive.settle()
+    assert mapper.status().gaussians > n and mapper._multiview.waiting == 0 and mapper.status().keyframes == 9
+    mapper.close()
+
+
+def test_while_paused_nothing_is_triangulated():
+    mapper = feed(Mapper(ALONE), *(near(i) for i in range(8)))
+    before = mapper._multiview.waiting, len(mapper._engine)
+    mapper.command("pause", True).result()
+    mapper.run_due()
+    mapper.tick()
+    mapper.train(steps=0)
+    mapper.command("drain")
+    assert (mapper._multiview.waiting, len(mapper._engine)) == before and before[0] > 0
+    mapper.command("pause", False).result()
+    mapper.command("drain").result()
+    assert mapper._multiview.waiting == 0 and len(mapper._engine) > before[1]
+
+
+def test_a_first_sweep_that_gets_no_memory_is_made_later(monkeypatch):
+    mapper = Mapper(ALONE)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(mapper._engine, "sweep", no_memory)
+        feed(mapper, *(frame(i) for i in range(5)))
+        mapper.command("drain").result()
+        assert mapper._multiview.waiting == 5 and "out of memory" in mapper.status().hint and not len(mapper._engine)
+    feed(mapper, frame(5)).command("drain").result()
+    assert mapper._multiview.waiting == 0 and len(mapper._engine) > 1000 and mapper.status().hint == ""
+
+
+@pytest.mark.parametrize("what", ["sweep", "agree", "insert"])
+def test_a_keyframe_that_gets_no_memory_is_given_up_and_the_others_go_on(monkeypatch, what):
+    mapper = feed(Mapper(ALONE), *(frame(i) for i in range(6)))
+    mapper.command("drain").result()
+    n = len(mapper._engine)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(mapper._engine, what, no_memory)
+        feed(mapper, frame(6), frame(7)).command("drain").result()
+    assert mapper._multiview.waiting == 0 and mapper._multiview.given_up == (0 if what == "insert" else 2) and len(mapper._engine) <= n
+    assert what == "insert" or "2 keyframes got no depth from several views" in mapper.status().hint and "out of memory" in mapper.status().hint
+    assert (what == "insert") == bool(mapper._trainer.hint)   # else the map's growth would end with it
+    feed(mapper, frame(8), frame(9)).command("drain").result()
+    assert {8, 9} & set(mapper._engine.read("map.owner").tolist())
+
+
+def test_another_error_of_a_sweep_ends_the_worker(monkeypatch):
+    mapper = Mapper(ALONE)
+    monkeypatch.setattr(mapper._engine, "sweep", lambda *_: (_ for _ in ()).throw(NativeError("device", "the GPU is lost")))
+    with pytest.raises(NativeError, match="the GPU is lost"):
+        feed(mapper, *(frame(i) for i in range(5)))
+
+
+# ---- what keyframes without depth need of others ---------------------------------------------------------------------------
+def test_nothing_is_looked_for_again_before_something_has_changed(monkeypatch):
+    known, sweeper, calls = Keyframes(0), MultiView(None), []
+    for i in range(12):
+        known.add(Keyframe(i, frame(0, T=pose(10.0 * i)), 0.3), TrainConfig())
+        sweeper.wait(known.newest) if i % 2 else sweeper._keep(known.newest, Swept(np.ones((12, 16), np.float32), CAMERA.K, 2.0, {}))
+    look = MultiView._neighbours
+    monkeypatch.setattr(MultiView, "_neighbours", lambda *a, **k: calls.append(a) or look(*a, **k))
+    assert sweeper.step(known) is None and len(calls) == 6
+    assert sweeper.step(known) is None and len(calls) == 6
+    known.add(Keyframe(12, frame(0, T=pose(120.0)), 0.3), TrainConfig())
+    sweeper.wait(known.newest)
+    assert sweeper.step(known) is None and len(calls) == 13
+    while sweeper.step(known, ended=True) is not None:   # it still is over for all
+        pass
+    assert sweeper.waiting == 0 and sweeper.given_up == 7 and "7 keyframes got no depth" in sweeper.hint
+
+
+@pytest.mark.parametrize("unit", [25.0, 0.002])
+def test_a_unit_is_measured_above_a_start_map_and_what_is_near_is_drawn_in_it(tmp_path, unit):
+    def scaled(i, **changes):
+        f = frame(i, **changes)
+        T = f.T_world_cam.copy()
+        T[:3, 3] *= unit
+        return replace(f, T_world_cam=T)
+    mapper = feed(Mapper(ALONE), *(scaled(i) for i in range(8)))
+    mapper.train(steps=30)
+    assert mapper._trainer.unit_m == pytest.approx(unit, rel=0.15)
+    assert mapper._output.render(CAMERA, scaled(4).T_cam_world)[2].mean() > 0.7
+    if find_spec("open3d"):
+        assert mapper._output._new_mesher()._config.voxel_m == pytest.approx(0.03 * mapper._trainer.unit_m)
+    mapper.command("save_map", str(tmp_path / "map.ply")).result()
+    again = Mapper(replaced(ALONE, {"train.start_map": str(tmp_path / "map.ply")}))
+    feed(again, *(scaled(i, T=pose(0.5 + 0.04 * i)) for i in range(8)))
+    again.command("drain").result()
+    assert again._trainer.unit_m == pytest.approx(unit, rel=0.2)
+
+
+def test_a_map_that_began_in_metres_stays_there():
+    mapper = feed(Mapper(ALONE), frame(0, depth_m=photo(pose())[1]), *(frame(i) for i in range(1, 8)))
+    mapper.command("drain").result()
+    assert mapper._trainer.unit_m == 1 and mapper._multiview.waiting == 0
+
+
+def test_keyframes_that_waited_are_compared_with_the_map_again_before_they_are_inserted(monkeypatch):
+    mapper, calls = Mapper(ALONE), []
+    for name in ("refine", "insert"):
+        monkeypatch.setattr(mapper._trainer, name, lambda k, *a, do=getattr(mapper._trainer, name), name=name: calls.append((name, k.id, k.log_gain.mean())) or do(k, *a))
+    feed(mapper, *(replace(frame(i), rgb=(frame(i).rgb * 0.9 ** i).astype(np.uint8)) for i in range(8))).command("drain").result()
+    inserted = [(i, id) for i, (name, id, _) in enumerate(calls) if name == "insert"]
+    assert len(inserted) == 8 and all(calls[i - 1][:2] == ("refine", id) for i, id in inserted)
+    at_arrival, used = ([next(c[2] for c in calls if c[:2] == (name, id)) for id in range(8)] for name in ("refine", "insert"))
+    assert at_arrival[:2] == [0, 0] and used[7] < used[4] - 0.1 < used[2] - 0.1   # the map was empty; they are darker and darker
+
+
+def test_a_corrected_path_moves_keyframes_that_are_kept_for_their_depth_alone():
+    mapper = feed(Mapper(replaced(ALONE, {"train.max_keyframes": 4, "train.steps_per_frame": 0})), *(frame(i, depth_m=photo(frame(i).T_world_cam)[1]) for i in range(10)))
+    kept = {k.id for k in mapper._keyframes}
+    before = {k.id: k.frame.T_world_cam for k, _ in mapper._multiview._swept.values()}
+    D = pose(0.5, yaw=0.1)
+    corrected = mapper.command("correct", mapper._track.stamps.copy(), D @ mapper._track.poses).result()
+    assert len(before) == 10 and len(kept) == 4 == corrected.keyframes
+    for k, _ in mapper._multiview._swept.values():
+        assert np.allclose(k.frame.T_world_cam, D @ before[k.id]), k.id
+
+
+def test_a_keyframe_that_was_given_up_does_not_wait_again_in_a_resumed_map(tmp_path):
+    config = replaced(ALONE, {"checkpoint.path": str(tmp_path / "map.ckpt")})
+    mapper = feed(Mapper(config), *(frame(i) for i in range(5)), frame(5, T=pose(2.5)))
+    mapper.command("drain").result()
+    feed(mapper, frame(6, T=pose(-2.5)))
+    assert mapper._multiview.given_up == 1 and [k.id for k in mapper._multiview._waiting] == [6]
+    mapper.command("save_checkpoint", config.checkpoint.path).result()
+    again = Mapper(replaced(config, {"checkpoint.resume": True}))
+    assert again._multiview.given_up == 1 and [k.id for k in again._multiview._waiting] == [6]
+    again.command("drain").result()
+    feed(again, frame(7, T=pose(0, 2.5))).command("drain").result()

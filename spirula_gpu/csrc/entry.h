@@ -101,7 +101,6 @@ static void check_sweep(const spl_photo& ref, const spl_sweep_params& p) {
   if (p.n_planes < 4 || p.n_planes > SPL_MAX_PLANES) fail(SPL_E_ARGUMENT, "%d planes: must be 4..%d", p.n_planes, (int)SPL_MAX_PLANES);
   const int64_t cells = (int64_t)ref.width * ref.height * p.n_planes;
   if (cells > 1ll << 28) fail(SPL_E_CAPACITY, "%dx%d pixels and %d planes take %lld MiB, more than 768: use a smaller image or fewer planes", ref.width, ref.height, p.n_planes, (long long)(3 * cells >> 20));
-  if (!p.prior_inv != !p.prior_half) fail(SPL_E_ARGUMENT, "prior_inv and prior_half must be given together");
 }
 
 static int host_threads(const spl_ctx& c) { return c.params.threads ? c.params.threads : std::max(1u, std::thread::hardware_concurrency()); }

@@ -235,8 +235,6 @@ typedef struct {
   float min_ncc;              /* a depth is refused where the better half of the views correlates less than this, 0..1 .. */
   float min_margin;           /* .. or where another plane, not beside it, comes as close as this; 0..1 */
   int32_t reserved;
-  const float* prior_inv;     /* [H,W] 1/m, or NULL: where > 0, planes farther than prior_half from it are ruled out */
-  const float* prior_half;    /* [H,W] 1/m */
 } spl_sweep_params;
 /* depth_m, confidence (0..1) [H,W]: 0 where the images do not say. Takes 3 bytes a pixel and plane of host memory meanwhile. */
 SPL_API int spl_sweep(spl_ctx*, const spl_photo* ref, int64_t n_views, const spl_photo* views, const spl_sweep_params*, float* depth_m, float* confidence);

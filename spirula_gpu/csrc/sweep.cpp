@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include "hot.h"
 
@@ -16,16 +16,22 @@ constexpr int COST_MAX = 254, UNSEEN = 255;  // of one view: ZNCC <= 0; the pixe
 constexpr float NOISE = 2.0f;             // levels: variance of an image that is no texture
 constexpr int P1 = 16, P2 = 96;           // a step of one plane, of more, where the image has no edge
 
-// f(0) .. f(n - 1) on so many threads. Nothing in f may throw.
-template <class F> static void parallel(int threads, int64_t n, F&& f) {
+// f(0, s) .. f(n - 1, s) on as many threads as there are scratches s. f takes no memory: in a thread of its own there may not even be enough to throw.
+template <class S, class F> static void parallel(std::vector<S>& scratch, int64_t n, F&& f) {
   std::atomic<int64_t> next{0};
-  const auto work = [&] { for (int64_t i; (i = next++) < n;) f(i); };
+  const auto work = [&](S* s) { for (int64_t i; (i = next++) < n;) f(i, *s); };
   std::vector<std::thread> others;
+  others.reserve(scratch.size());
   try {
-    for (int i = 1; i < threads && i < n; ++i) others.emplace_back(work);
-  } catch (const std::system_error&) {}  // the system gives no more threads: these do it
-  work();
+    for (size_t k = 1; k < scratch.size() && (int64_t)k < n; ++k) others.emplace_back(work, &scratch[k]);
+  } catch (const std::exception&) {}  // the system gives no more threads: these do it
+  work(&scratch[0]);
   for (std::thread& t : others) t.join();
+}
+
+template <class F> static void parallel(int threads, int64_t n, F&& f) {
+  std::vector<char> none(std::min<int64_t>(threads, n));
+  parallel(none, n, [&](int64_t i, char&) { f(i); });
 }
 
 // ---- warping -----------------------------------------------------------------------------------------------------------
@@ -87,10 +93,15 @@ SPL_HOT static void warp_row(const Warp& m, const uint32_t* __restrict quad, flo
 }
 
 // ---- cost --------------------------------------------------------------------------------------------------------------
-struct Patch {  // the reference's windows in a band: rows with R more on either side, sums of the row that is worked on
-  int width, stride;
-  std::vector<uint8_t> rows;       // [BAND + 2R][stride], R columns repeated at the edges
-  std::vector<int32_t> sum, spread; // [BAND][width]: sum, and n * sum of squares - sum^2
+struct Band {  // what a thread works with; rows are those of a band with R more on either side
+  int width, stride, keep;
+  std::vector<uint8_t> rows, warped;   // [BAND + 2R][stride], R columns repeated at the edges: of the reference, of a view
+  std::vector<int32_t> sum, spread;    // [BAND][width], of the reference's windows: sum, and n * sum of squares - sum^2
+  std::vector<uint8_t> outside, cost, best;  // [BAND + 2R][width], [width], [keep][BAND][width]
+  std::vector<int32_t> columns;        // [3][stride]
+  Band(int width, int keep) : width(width), stride(width + 2 * R), keep(keep), rows((size_t)(BAND + 2 * R) * stride), warped(rows.size()), sum((size_t)BAND * width), spread(sum.size()),
+      outside((size_t)(BAND + 2 * R) * width), cost(width), best((size_t)keep * BAND * width), columns(3 * (size_t)stride) {}
+  void read(const spl_photo& ref, int y0);
 };
 
 static void pad_row(uint8_t* row, int width) {  // the row begins at row + R
@@ -155,65 +166,56 @@ struct Sweep {
   float inv(float plane) const { return p.min_inv + (p.max_inv - p.min_inv) * plane / (p.n_planes - 1); }
 };
 
-static Patch patch_of(const spl_photo& ref, int y0) {
-  Patch out{ref.width, ref.width + 2 * R, {}, {}, {}};
-  out.rows.resize((size_t)(BAND + 2 * R) * out.stride);
-  out.sum.resize((size_t)BAND * ref.width); out.spread.resize((size_t)BAND * ref.width);
+void Band::read(const spl_photo& ref, int y0) {
   for (int i = 0; i < BAND + 2 * R; ++i) {
-    uint8_t* row = &out.rows[(size_t)i * out.stride];
-    memcpy(row + R, ref.gray + (int64_t)std::clamp(y0 - R + i, 0, ref.height - 1) * ref.width, ref.width);
-    pad_row(row, ref.width);
+    uint8_t* row = &rows[(size_t)i * stride];
+    memcpy(row + R, ref.gray + (int64_t)std::clamp(y0 - R + i, 0, ref.height - 1) * width, width);
+    pad_row(row, width);
   }
   for (int y = 0; y < BAND; ++y)
-    for (int x = 0; x < ref.width; ++x) {
+    for (int x = 0; x < width; ++x) {
       int32_t s = 0, ss = 0;
       for (int dy = 0; dy <= 2 * R; ++dy)
-        for (int dx = 0; dx <= 2 * R; ++dx) { const int32_t a = out.rows[(size_t)(y + dy) * out.stride + x + dx]; s += a; ss += a * a; }
-      out.sum[(size_t)y * ref.width + x] = s; out.spread[(size_t)y * ref.width + x] = N * ss - s * s;
+        for (int dx = 0; dx <= 2 * R; ++dx) { const int32_t a = rows[(size_t)(y + dy) * stride + x + dx]; s += a; ss += a * a; }
+      sum[(size_t)y * width + x] = s; spread[(size_t)y * width + x] = N * ss - s * s;
     }
-  return out;
 }
 
 // The costs of rows y0 .. y0 + BAND - 1 at all planes.
-static void cost_band(const Sweep& s, int y0, Volume& v) {
-  const int W = v.width, rows = std::min(BAND, v.height - y0), n = (int)s.warps.size(), keep = (n + 1) / 2;
-  const Patch patch = patch_of(s.ref, y0);
-  std::vector<uint8_t> warped((size_t)(BAND + 2 * R) * patch.stride), outside((size_t)(BAND + 2 * R) * W), cost(W), best((size_t)keep * BAND * W);
-  std::vector<int32_t> columns(3 * (size_t)patch.stride);
-  int32_t *sb = columns.data(), *sbb = sb + patch.stride, *sab = sbb + patch.stride;
+static void cost_band(const Sweep& s, int y0, Band& band, Volume& v) {
+  const int W = v.width, rows = std::min(BAND, v.height - y0), n = (int)s.warps.size(), keep = band.keep;
+  band.read(s.ref, y0);
+  int32_t *sb = band.columns.data(), *sbb = sb + band.stride, *sab = sbb + band.stride;
   for (int k = 0; k < v.planes; ++k) {
-    memset(best.data(), UNSEEN, best.size());
+    memset(band.best.data(), UNSEEN, band.best.size());
     for (int j = 0; j < n; ++j) {
       for (int i = 0; i < rows + 2 * R; ++i) {
-        uint8_t* row = &warped[(size_t)i * patch.stride];
-        warp_row(s.warps[j], s.quad[j].data(), s.inv((float)k), std::clamp(y0 - R + i, 0, v.height - 1), W, row + R, &outside[(size_t)i * W]);
+        uint8_t* row = &band.warped[(size_t)i * band.stride];
+        warp_row(s.warps[j], s.quad[j].data(), s.inv((float)k), std::clamp(y0 - R + i, 0, v.height - 1), W, row + R, &band.outside[(size_t)i * W]);
         pad_row(row, W);
       }
-      memset(columns.data(), 0, columns.size() * 4);
-      for (int i = 0; i < 2 * R; ++i) add_row(&patch.rows[(size_t)i * patch.stride], &warped[(size_t)i * patch.stride], patch.stride, 1, sb, sbb, sab);
+      memset(band.columns.data(), 0, band.columns.size() * 4);
+      for (int i = 0; i < 2 * R; ++i) add_row(&band.rows[(size_t)i * band.stride], &band.warped[(size_t)i * band.stride], band.stride, 1, sb, sbb, sab);
       for (int y = 0; y < rows; ++y) {
-        add_row(&patch.rows[(size_t)(y + 2 * R) * patch.stride], &warped[(size_t)(y + 2 * R) * patch.stride], patch.stride, 1, sb, sbb, sab);
-        zncc_row(sb, sbb, sab, &patch.sum[(size_t)y * W], &patch.spread[(size_t)y * W], &outside[(size_t)(y + R) * W], W, cost.data());
-        add_row(&patch.rows[(size_t)y * patch.stride], &warped[(size_t)y * patch.stride], patch.stride, -1, sb, sbb, sab);
-        insert_cost(cost.data(), W, keep, &best[(size_t)y * W], (int64_t)BAND * W);
+        add_row(&band.rows[(size_t)(y + 2 * R) * band.stride], &band.warped[(size_t)(y + 2 * R) * band.stride], band.stride, 1, sb, sbb, sab);
+        zncc_row(sb, sbb, sab, &band.sum[(size_t)y * W], &band.spread[(size_t)y * W], &band.outside[(size_t)(y + R) * W], W, band.cost.data());
+        add_row(&band.rows[(size_t)y * band.stride], &band.warped[(size_t)y * band.stride], band.stride, -1, sb, sbb, sab);
+        insert_cost(band.cost.data(), W, keep, &band.best[(size_t)y * W], (int64_t)BAND * W);
       }
     }
     for (int y = 0; y < rows; ++y) {
-      mean_cost(&best[(size_t)y * W], W, keep, (int64_t)BAND * W, cost.data());
+      mean_cost(&band.best[(size_t)y * W], W, keep, (int64_t)BAND * W, band.cost.data());
       uint8_t* to = &v.cost[v.at(0, y0 + y) + k];
-      for (int x = 0; x < W; ++x) to[(int64_t)x * v.depth] = cost[x];
+      for (int x = 0; x < W; ++x) to[(int64_t)x * v.depth] = band.cost[x];
     }
   }
 }
 
-// Costs of planes that the prior rules out, and of pixels that no view sees, say nothing.
-static void apply_prior(const Sweep& s, Volume& v, int y) {
+// Costs where no view sees the plane say nothing.
+static void fill_unseen(Volume& v, int y) {
   for (int x = 0; x < v.width; ++x) {
     uint8_t* c = &v.cost[v.at(x, y)];
-    const int64_t i = (int64_t)y * v.width + x;
-    const bool prior = s.p.prior_inv && s.p.prior_inv[i] > 0;
-    for (int k = 0; k < v.planes; ++k)
-      if (c[k] == UNSEEN || (prior && fabsf(s.inv((float)k) - s.p.prior_inv[i]) > s.p.prior_half[i])) c[k] = COST_MAX;
+    for (int k = 0; k < v.planes; ++k) if (c[k] == UNSEEN) c[k] = COST_MAX;
   }
 }
 
@@ -256,16 +258,18 @@ struct Walk {
 };
 
 static void aggregate(const spl_photo& ref, int threads, Volume& v) {
-  parallel(threads, v.height, [&](int64_t y) {
-    Walk walk(v.depth);
+  constexpr int COLUMNS = 16;
+  std::vector<std::vector<Walk>> scratch(threads, std::vector<Walk>(COLUMNS, Walk(v.depth)));
+  parallel(scratch, v.height, [&](int64_t y, std::vector<Walk>& walks) {
+    Walk& walk = walks[0];
+    walk.begin();
     for (int x = 0; x < v.width; ++x) walk.step(v, ref.gray, x, (int)y, (int)(y * v.width + x - 1));
     walk.begin();
     for (int x = v.width - 1; x >= 0; --x) walk.step(v, ref.gray, x, (int)y, (int)(y * v.width + x + 1));
   });
-  constexpr int COLUMNS = 16;
-  parallel(threads, (v.width + COLUMNS - 1) / COLUMNS, [&](int64_t block) {
+  parallel(scratch, (v.width + COLUMNS - 1) / COLUMNS, [&](int64_t block, std::vector<Walk>& walks) {
     const int x0 = (int)block * COLUMNS, n = std::min(COLUMNS, v.width - x0);
-    std::vector<Walk> walks(n, Walk(v.depth));
+    for (Walk& w : walks) w.begin();
     for (int y = 0; y < v.height; ++y) for (int i = 0; i < n; ++i) walks[i].step(v, ref.gray, x0 + i, y, (y - 1) * v.width + x0 + i);
     for (Walk& w : walks) w.begin();
     for (int y = v.height - 1; y >= 0; --y) for (int i = 0; i < n; ++i) walks[i].step(v, ref.gray, x0 + i, y, (y + 1) * v.width + x0 + i);
@@ -293,7 +297,6 @@ static void choose_row(const Sweep& s, const Volume& v, int y, float* depth_m, f
     const float bend = a + d - 2 * b;
     if (!(bend > 0)) continue;
     const float w = s.inv(k + std::clamp(0.5f * (a - d) / bend, -0.5f, 0.5f));
-    if (s.p.prior_inv && s.p.prior_inv[i] > 0 && fabsf(w - s.p.prior_inv[i]) > s.p.prior_half[i]) continue;
     if (!(w > 0)) continue;
     depth_m[i] = 1 / w;
     confidence[i] = ncc * std::min(1.0f, margin * 4);
@@ -309,8 +312,10 @@ void sweep(const spl_photo& ref, int n_views, const spl_photo* views, const spl_
   Volume v{ref.width, ref.height, p.n_planes, (p.n_planes + 15) / 16 * 16, {}, {}};
   v.cost.assign((size_t)v.width * v.height * v.depth, UNSEEN);
   v.sum.assign(v.cost.size(), 0);
-  parallel(threads, (v.height + BAND - 1) / BAND, [&](int64_t b) { cost_band(s, (int)b * BAND, v); });
-  parallel(threads, v.height, [&](int64_t y) { apply_prior(s, v, (int)y); });
+  const int n_bands = (v.height + BAND - 1) / BAND;
+  std::vector<Band> bands(std::min(threads, n_bands), Band(v.width, (n_views + 1) / 2));
+  parallel(bands, n_bands, [&](int64_t b, Band& band) { cost_band(s, (int)b * BAND, band, v); });
+  parallel(threads, v.height, [&](int64_t y) { fill_unseen(v, (int)y); });
   aggregate(ref, threads, v);
   parallel(threads, v.height, [&](int64_t y) { choose_row(s, v, (int)y, depth_m, confidence); });
 }
