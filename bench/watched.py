@@ -75,7 +75,8 @@ class WatchedMapper(Mapper):
         """On the thread that owns the map. Rendering alone: what the pictures are worth is worked out at the end."""
         wall_s = time.monotonic() - self.begun
         with self._timed("evaluate", len(self._held_out)):
-            renders = [(f, self._output.render(f.camera, f.T_cam_world)[0], self._keyframes.log_gain_at(f.stamp_ns)) for f in self._held_out]
+            gains = self._keyframes.log_gain_at([f.stamp_ns for f in self._held_out])
+            renders = [(f, self._output.render(f.camera, f.T_cam_world)[0], gain) for f, gain in zip(self._held_out, gains)]
         self.looks.append(Look(phase, wall_s, self._trainer.steps, len(self._engine), renders))
 
     def stage_ms(self) -> dict:

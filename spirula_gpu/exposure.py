@@ -8,6 +8,7 @@ CELL = 8               # px: means over cells are compared, so that a pose that 
 DARK, BRIGHT = 5, 250  # beyond these a pixel may be clipped ..
 EXPECTED_BRIGHT = 210  # .. and beyond this, when the render says what to expect
 PASSES = 2
+MOST_GAIN = 8          # what is farther off than this, either way, is a covered lens or a place that the map does not show
 ALPHA = 0.9            # where the render counts
 MIN_SHARE = 0.125      # of a cell that must be left
 MIN_CELLS = 0.1        # share of the image's cells that must be left
@@ -15,26 +16,31 @@ MIN_CELLS = 0.1        # share of the image's cells that must be left
 
 def log_gain(image: np.ndarray, render: np.ndarray, alpha: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray | None:
     """[3] float64: log(image / render), the median over cells, over black as it is trained: colours make up for what alpha lacks. image [H,W,3] uint8; render [H,W,3] float32 in [0,1] over black with
-    alpha [H,W]; mask [H,W], 0: left out. None: too little of the image is covered by the map and not clipped."""
-    covered = alpha > ALPHA if mask is None else (alpha > ALPHA) & (mask != 0)
-    gain = _compared(image, render, covered & (image.min(2) >= DARK) & (image.max(2) <= BRIGHT))
-    for _ in range(PASSES):   # what is clipped is told by the render, which noise of the image does not bias
-        if gain is None:
+    alpha [H,W]; mask [H,W], 0: left out. None: too little of the image is covered by the map and not clipped, or the gain is beyond 1/MOST_GAIN .. MOST_GAIN."""
+    covered = cv2.compare(np.ascontiguousarray(alpha), ALPHA, cv2.CMP_GT)
+    if mask is not None:
+        covered[mask == 0] = 0
+    render, colours = np.ascontiguousarray(render, np.float32), image.astype(np.float32)
+    seen = cv2.inRange(image, (DARK,) * 3, (BRIGHT,) * 3)
+    for last in range(PASSES + 1):
+        gain = _compared(colours, render, covered & seen)
+        if gain is None or np.abs(gain).max() > np.log(MOST_GAIN):
             return None
-        expected = render * (255 * np.exp(gain)).astype(np.float32)
-        gain = _compared(image, render, covered & (expected.min(2) >= DARK) & (expected.max(2) <= EXPECTED_BRIGHT))
+        if last < PASSES:   # what is clipped is told by the render, which noise of the image does not bias
+            scale = 255 * np.exp(gain)
+            seen = cv2.inRange(render, tuple(DARK / scale), tuple(EXPECTED_BRIGHT / scale))
     return gain
 
 
 def _compared(image: np.ndarray, render: np.ndarray, seen: np.ndarray) -> np.ndarray | None:
-    weight = seen.astype(np.float32)[..., None]
+    """log(image / 255 / render) [3] of two float32 images, where seen [H,W] uint8 is not 0."""
     height, width = seen.shape
     size = (max(width // CELL, 1), max(height // CELL, 1))
     mean = lambda x: cv2.resize(x, size, interpolation=cv2.INTER_AREA)
-    use = mean(weight) > MIN_SHARE
+    use = mean((seen != 0).astype(np.float32)) > MIN_SHARE
     if use.sum() < max(MIN_CELLS * use.size, 8):
         return None
-    ours, theirs = mean(render * weight)[use], mean(image * (weight / 255))[use]
+    ours, theirs = mean(cv2.copyTo(render, seen))[use], mean(cv2.copyTo(image, seen))[use] / 255
     return np.array([_median(np.log(np.maximum(t, 1e-4) / np.maximum(o, 1e-4)), t) for o, t in zip(ours.T, theirs.T)])
 
 

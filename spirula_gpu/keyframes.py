@@ -16,6 +16,7 @@ from .native import Engine, View
 
 
 GATE_POSES = 2000  # keyframes that a new frame is compared with
+MOST_TARGETS = 64  # images at the exposure of the map that are kept; another is made in less time than a step takes
 
 
 class Gated(NamedTuple):
@@ -78,7 +79,7 @@ class Keyframe:
         self.id, self.frame, self.blur_px2 = id, frame, blur_px2
         self.T_given = frame and frame.T_world_cam   # [4,4], as the source of the poses said; `frame` has the one that is used
         self.log_gain = np.zeros(3)   # of its exposure over the map's, a channel
-        self._target: np.ndarray | None = None
+        self.targets: Targets | None = None   # where its target is kept; None: nowhere
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
         self._view_of = None   # (degree, unit) that it was made for
@@ -99,14 +100,14 @@ class Keyframe:
 
     def expose(self, log_gain: np.ndarray) -> None:
         """Its image was taken with exp(log_gain [3]) times the exposure of the map."""
-        self.log_gain, self._target = log_gain, None
+        self.log_gain = log_gain
+        if self.targets:
+            self.targets.forget(self)
 
     @property
     def target(self) -> np.ndarray:
         """[H,W,3] uint8: its image at the exposure of the map."""
-        if self._target is None:
-            self._target = corrected(self.frame.rgb, self.log_gain)
-        return self._target
+        return self.targets.of(self) if self.targets else corrected(self.frame.rgb, self.log_gain)
 
     def view(self, engine: Engine, sh_degree: int) -> View:
         if self._view is None or self._view_of != (sh_degree, engine.unit_m):
@@ -127,12 +128,30 @@ def correct(keyframes: Iterable[Keyframe], found: Motions) -> int:
     return int(moved.sum())
 
 
+class Targets:
+    """The images at the exposure of the map that were used last: few beside the images themselves, of which they are copies."""
+
+    def __init__(self):
+        self._images: dict[int, np.ndarray] = {}   # by the keyframe's id, what was used last at the end
+
+    def of(self, keyframe: Keyframe) -> np.ndarray:
+        image = self._images.pop(keyframe.id, None)
+        self._images[keyframe.id] = image = corrected(keyframe.frame.rgb, keyframe.log_gain) if image is None else image
+        if len(self._images) > MOST_TARGETS:
+            del self._images[next(iter(self._images))]
+        return image
+
+    def forget(self, keyframe: Keyframe) -> None:
+        self._images.pop(keyframe.id, None)
+
+
 class Keyframes:
     """The keyframes and the choice of the next one: the newest often, else at random with weight = loss."""
 
     def __init__(self, seed: int):
         self._all: list[Keyframe] = []
-        self.bytes = 0   # host memory of the images
+        self.bytes = 0   # host memory of the images, but for the few of `targets`
+        self._targets = Targets()
         self._rng = np.random.default_rng(seed)
 
     def __len__(self) -> int:
@@ -149,19 +168,26 @@ class Keyframes:
         """Keeps within max_keyframes and keyframes_mb."""
         self._all.append(keyframe)
         self.bytes += keyframe.bytes
+        keyframe.targets = self._targets
         while len(self._all) > 2 and (len(self._all) > config.max_keyframes or self.bytes > config.keyframes_mb << 20):
-            self.bytes -= self._all.pop(self._most_redundant()).bytes
+            gone = self._all.pop(self._most_redundant())
+            self._targets.forget(gone)
+            self.bytes, gone.targets = self.bytes - gone.bytes, None
 
     def _most_redundant(self) -> int:
         """The keyframe whose neighbours in time are nearest to each other; the newest one stays."""
         t = np.array([k.frame.T_world_cam[:3, 3] for k in self._all])
         return 1 + int(np.argmin(np.linalg.norm(t[2:] - t[:-2], axis=1)))
 
-    def log_gain_at(self, stamp_ns: int) -> np.ndarray:
-        """[3]: exposure at that time over the map's, between those of the keyframes before and after."""
-        known = sorted(((k.frame.stamp_ns, k.log_gain) for k in self._all), key=lambda known: known[0])
-        at, gains = np.array([s - stamp_ns for s, _ in known], np.float64), np.array([g for _, g in known])
-        return np.array([np.interp(0, at, g) for g in gains.T]) if known else np.zeros(3)
+    def log_gain_at(self, stamps_ns) -> np.ndarray:
+        """[...,3]: exposure at those times [...] over the map's, between those of the keyframes before and after."""
+        stamps_ns = np.asarray(stamps_ns, np.int64)
+        if not self._all:
+            return np.zeros((*stamps_ns.shape, 3))
+        known, gains = np.array([k.frame.stamp_ns for k in self._all], np.int64), np.array([k.log_gain for k in self._all])
+        order, first = np.argsort(known, kind="stable"), known.min()   # differences: ns since 1970 are more than float64 has digits for
+        known, gains, at = (known[order] - first).astype(np.float64), gains[order], (stamps_ns - first).astype(np.float64)
+        return np.stack([np.interp(at, known, g) for g in gains.T], axis=-1)
 
     @property
     def random(self) -> dict:

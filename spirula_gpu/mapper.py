@@ -298,7 +298,7 @@ class Mapper:
             self._trainer.insert(keyframe, fill(frame.depth_m))
         self._keyframes.add(keyframe, self.config.train)
         self._trainer.refinement.centre(self._keyframes)
-        self._trainer.refinement.level(self._keyframes)
+        self._output.moved(self._trainer.refinement.level(self._keyframes))
 
     def _ended(self) -> bool:
         """No frame has come for long. Without a worker the clock says nothing: frames come when the caller is ready; it says drain()."""
@@ -342,6 +342,7 @@ class Mapper:
         return n > 0 and not self._trainer.starved
 
     def _steps(self, n: int) -> None:
+        self._trainer.refinement.timed = self._thread is not None
         for _ in range(n):
             self._trainer.step(self._keyframes)
         if n:
@@ -364,7 +365,8 @@ class Mapper:
         now, e = time.monotonic(), self.config.eval
         if self._thread is not None and e.period_s and self._held_out and self._due_at("evaluate", now, e.period_s):
             self._evaluated += 1
-            self._measure(self._held_out[self._evaluated % len(self._held_out)])
+            frame = self._held_out[self._evaluated % len(self._held_out)]
+            self._output.measure(frame, self._keyframes.log_gain_at(frame.stamp_ns))
         if now - self._last["tell"] > 0.2:
             self._tell()
         self._show_splats(now)
@@ -426,14 +428,12 @@ class Mapper:
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""
-        results = [self._unless_refused(self._measure, frame) for frame in self._held_out]
+        gains = self._keyframes.log_gain_at([frame.stamp_ns for frame in self._held_out])
+        results = [self._unless_refused(self._output.measure, frame, gain) for frame, gain in zip(self._held_out, gains)]
         train_psnr = self._unless_refused(self._output.train_psnr, self._keyframes.spread(32))
         self._train_psnr = float("nan") if train_psnr is None else train_psnr
         self._tell()
         return [r for r in results if r]
-
-    def _measure(self, frame: Frame) -> HeldOut:
-        return self._output.measure(frame, self._keyframes.log_gain_at(frame.stamp_ns))
 
     def _unless_refused(self, make, *args):
         """make(*args), or None where there is no memory for it; `hint` says so."""
@@ -482,7 +482,8 @@ class Mapper:
             if kind == KEYFRAME:
                 keyframe = Keyframe(id, frame, self.config.train.blur_px2)
                 keyframe.loss, keyframe.T_given = loss, T_given
-                keyframe.expose(log_gain)
+                if self.config.refine.exposure:
+                    keyframe.expose(log_gain)
                 self._keyframes.add(keyframe, self.config.train)
             else:
                 {HELD_OUT: self._held_out, WAITING: waiting}[kind].append(frame)
@@ -577,7 +578,11 @@ class Mapper:
 
     def _do_configure(self, values: dict[str, Any]) -> None:
         """By name, so that two who change different parameters do not undo each other. Raises ValueError, and changes nothing."""
-        self.config = self._trainer.config = self._trainer.refinement.config = replaced(self.config, values)
+        config = replaced(self.config, values)
+        if not config.refine.exposure:   # nothing would keep the gains up
+            for keyframe in self._keyframes:
+                keyframe.expose(np.zeros(3))
+        self.config = self._trainer.config = self._trainer.refinement.config = config
 
     def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
         """A corrected path of the camera, stamps [n] int64 ns and poses [n,4,4] T_world_cam: every frame that it moves visibly moves, each Gaussian with the

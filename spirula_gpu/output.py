@@ -41,7 +41,7 @@ class Output:
     def __init__(self, engine: Engine, config: Config):
         self._engine, self._config = engine, config
         self._measured: dict[int, tuple[float, float, float]] = {}   # stamp of a held-out frame -> (psnr, ssim, cc_psnr)
-        self._mesher, self._fused = None, set()
+        self._mesher, self._fused, self._moved_m = None, set(), 0.0
         self._chunks: dict[tuple[int, int, int], MeshChunk] = {}
 
     def render(self, camera: Camera, T_cam_world: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -104,9 +104,16 @@ class Output:
             self._fused.add(k.id)
         self._chunks.update((chunk.key, chunk) for chunk in self._mesher.changed_chunks())
 
+    def moved(self, by_m: float) -> None:
+        """Parts of the map have moved by at most so much; from a voxel on, in all, the live mesh is fused again."""
+        self._moved_m += by_m
+        if self._moved_m > self._config.mesh.voxel_m:
+            self.restart_mesh()
+
     def restart_mesh(self) -> None:
         """The map has moved: the live mesh is fused again; until then its chunks are gone."""
         self._fused.clear()
+        self._moved_m = 0.0
         if self._mesher:
             self._mesher.clear()
 

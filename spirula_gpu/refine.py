@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import cv2
 import numpy as np
@@ -14,10 +15,13 @@ from .exposure import log_gain
 from .keyframes import Keyframe, Keyframes
 from .native import Engine
 
-WORK_PIXELS = 320 * 240   # images are compared at this size at most
+POSE_PIXELS, EXPOSURE_PIXELS = 320 * 240, 160 * 120   # images are compared at this size at most
+MOST_SHARE = 0.05         # of the time goes into refinement while training, at most, where runs need not repeat
 NEAR_DEPTHS, NEAR_DEG = 0.5, 30.0   # keyframes see about the same: distance over the depth of what is seen, angle
 CENTRE_STEP = 0.02        # by so much the exposure of the map changes at a time
-LEVEL_SHARE = 20          # the mean is taken again when this part more keyframes have come
+CENTRE_FAR = math.log(4)  # a gain farther than this from the median does not count
+AGAIN_SHARE = 20          # means over the keyframes are taken again when this part of them has come or changed
+LEVEL_MOST = 500          # of the newest keyframes: the mean takes time with the square of their number
 MOST_SIGMAS = 5.0         # a pose farther from the given one is not believed
 
 
@@ -26,36 +30,58 @@ class Refinement:
 
     def __init__(self, engine: Engine, config: Config):
         self._engine, self.config = engine, config
+        self.timed = False                    # a worker trains: bounded by MOST_SHARE; else by interval_steps alone, so that runs repeat
+        self.given = False                    # the map began with Gaussians of a file: its brightness and its place are what others are measured by
+        self._ended_s, self._took_s = 0.0, 0.0   # of the newest refinement
+        self._exposed = 0                     # gains found since centre() looked at them
         self.aligned = self.refused = 0       # poses
-        self._depth_m, self._level_at = 1.0, 0   # of the newest view, the median; keyframes at which level() works again
+        self._depth_m, self._level_at = 1.0, 0   # of the newest view, the median; keyframes made by which level() works again
 
     def state(self) -> dict:
         """For JSON, to the last bit."""
-        return dict(aligned=self.aligned, refused=self.refused, depth_m=self._depth_m, level_at=self._level_at)
+        return dict(aligned=self.aligned, refused=self.refused, depth_m=self._depth_m, level_at=self._level_at, exposed=self._exposed, given=self.given)
 
     def resume(self, state: dict) -> None:
         """Go on as the refinement whose state() this is."""
-        self._depth_m = float(state["depth_m"])
-        self.aligned, self.refused, self._level_at = (int(state[name]) for name in ("aligned", "refused", "level_at"))
+        self._depth_m, self.given = float(state["depth_m"]), bool(state["given"])
+        self.aligned, self.refused, self._level_at, self._exposed = (int(state[name]) for name in ("aligned", "refused", "level_at", "exposed"))
+
+    def due(self) -> bool:
+        """Whether there is time for one while training. What it took includes the wait for the step that ran."""
+        return not self.timed or time.monotonic() - self._ended_s >= self._took_s * (1 / MOST_SHARE - 1)
 
     def apply(self, keyframe: Keyframe) -> None:
         """Align the keyframe with the map, then compare their colours."""
-        r = self.config.refine
-        if not len(self._engine) or not (r.exposure or r.pose):
+        r, begin = self.config.refine, time.monotonic()
+        if not len(self._engine):
             return
-        camera = _work_size(keyframe.frame.camera)
-        rgb, alpha, depth = self._render(camera, keyframe)
-        image, mask, depth_m = _resized(keyframe.frame, camera)
-        if r.pose and self._align(keyframe, camera, image, mask, depth_m, rgb, alpha, depth) and r.exposure:
-            rgb, alpha, depth = self._render(camera, keyframe)
-        if r.exposure and (gain := log_gain(image, rgb, alpha, mask)) is not None:
+        try:
+            if r.pose:
+                self._align(keyframe)
+            if r.exposure:
+                self._expose(keyframe)
+        finally:
+            self._ended_s = time.monotonic()
+            self._took_s = self._ended_s - begin
+
+    def _expose(self, keyframe: Keyframe) -> None:
+        camera = _at_most(EXPOSURE_PIXELS, keyframe.frame.camera)
+        rgb, alpha, _ = self._render(camera, keyframe)
+        image, mask, _ = _resized(keyframe.frame, camera)
+        if (gain := log_gain(image, rgb, alpha, mask)) is not None:
             keyframe.expose(gain)
+            self._exposed += 1
 
     def _render(self, camera: Camera, k: Keyframe):
-        return [x[0] for x in self._engine.render(self._engine.view(camera, k.frame.T_cam_world, self._engine.sh_degree, blur_px2=self.config.train.blur_px2))]
+        """The blur is of the size that is trained: with that of the smaller image Gaussians would be wider, and the render brighter."""
+        full = k.frame.camera
+        blur_px2 = self.config.train.blur_px2 * (camera.width * camera.height) / (full.width * full.height)
+        return [x[0] for x in self._engine.render(self._engine.view(camera, k.frame.T_cam_world, self._engine.sh_degree, blur_px2=blur_px2))]
 
-    def _align(self, keyframe: Keyframe, camera: Camera, image, mask, depth_m, rgb, alpha, depth) -> bool:
-        r, T_used = self.config.refine, keyframe.frame.T_world_cam
+    def _align(self, keyframe: Keyframe) -> bool:
+        r, T_used, camera = self.config.refine, keyframe.frame.T_world_cam, _at_most(POSE_PIXELS, keyframe.frame.camera)
+        rgb, alpha, depth = self._render(camera, keyframe)
+        image, mask, depth_m = _resized(keyframe.frame, camera)
         valid = alpha > ALPHA
         depth = np.where(valid, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         if not valid.any():
@@ -78,26 +104,36 @@ class Refinement:
         return True
 
     def centre(self, keyframes: Keyframes) -> None:
-        """Gains are known up to a common factor, the brightness of the map: their mean is 1. The map follows by training."""
-        mean = np.mean([k.log_gain for k in keyframes], axis=0)
-        if np.abs(mean).max() > CENTRE_STEP:
-            for k in keyframes:
-                k.expose(k.log_gain - mean)
-
-    def level(self, keyframes: Keyframes) -> None:
-        """Keyframes and what they brought into the map are moved back to where they were said to be, in the mean over those that see about the same."""
-        r, n = self.config.refine, len(keyframes)
-        if not r.pose or not len(self._engine) or n < self._level_at:
+        """Gains are known up to a common factor, the brightness of the map: their mean is 1, without those that are far from the median, and the map follows by training.
+        A map of a file keeps its brightness. (The median as the gauge cost 0.3 dB in each of three runs in the kitchen.)"""
+        if not self.config.refine.exposure or self.given or self._exposed * AGAIN_SHARE < len(keyframes):
             return
-        self._level_at = n + 1 + n // LEVEL_SHARE
-        moved = list(keyframes)
+        self._exposed = 0
+        gains = np.array([k.log_gain for k in keyframes])
+        middle = np.sort(gains, axis=0)[len(gains) // 2]   # one of them, so that some are left
+        common = np.mean(gains, axis=0, where=np.abs(gains - middle) <= CENTRE_FAR)
+        if np.abs(common).max() > CENTRE_STEP:
+            for k in keyframes:
+                k.expose(k.log_gain - common)
+
+    def level(self, keyframes: Keyframes) -> float:
+        """Keyframes and what they brought into the map are moved back to where they were said to be, in the mean over those that see about the same; a map of a file stays.
+        Returns how far what a keyframe sees has moved at most, in metres."""
+        made = keyframes.newest.id + 1
+        if not self.config.refine.pose or self.given or not len(self._engine) or made < self._level_at:
+            return 0.0
+        moved = list(keyframes)[-LEVEL_MOST:]
+        self._level_at = made + 1 + len(moved) // AGAIN_SHARE
         T_used, T_given = np.stack([k.frame.T_world_cam for k in moved]), np.stack([k.T_given for k in moved])
         G = mean_correction(T_used, T_given, NEAR_DEPTHS * self._depth_m, math.radians(NEAR_DEG))
         for k, g in zip(moved, G):
             k.place(g @ k.frame.T_world_cam)
-        ids = np.array([k.id for k in moved])
-        nearest = np.minimum(np.searchsorted(ids, np.arange(ids[-1] + 1)), n - 1)   # Gaussians of a keyframe that has gone move with the next one
-        move_gaussians(self._engine, G[nearest], np.ones(len(nearest), bool), forget=False)
+        ids, owners = np.array([k.id for k in moved]), np.arange(made)
+        nearest = np.minimum(np.searchsorted(ids, owners), len(ids) - 1)   # Gaussians of a keyframe that has gone move with the next one
+        begin = ids[0] if len(moved) < len(keyframes) else 0
+        move_gaussians(self._engine, G[nearest], owners >= begin, forget=False)
+        seen = T_used[:, :3, 3] + self._depth_m * T_used[:, :3, 2]
+        return float(np.linalg.norm(np.einsum("nij,nj->ni", G[:, :3, :3], seen) + G[:, :3, 3] - seen, axis=1).max())
 
 
 def mean_correction(T_used: np.ndarray, T_given: np.ndarray, near_m: float, near_rad: float) -> np.ndarray:
@@ -113,8 +149,8 @@ def mean_correction(T_used: np.ndarray, T_given: np.ndarray, near_m: float, near
     return G
 
 
-def _work_size(camera: Camera) -> Camera:
-    n = math.ceil(math.sqrt(camera.width * camera.height / WORK_PIXELS))
+def _at_most(pixels: int, camera: Camera) -> Camera:
+    n = math.ceil(math.sqrt(camera.width * camera.height / pixels))
     return camera.resized(max(camera.width // n, 1), max(camera.height // n, 1)) if n > 1 else camera
 
 

@@ -50,7 +50,7 @@ class Trainer:
         t = self.config.train
         keyframe = keyframes.choose(t)
         interval = self.config.refine.interval_steps
-        if interval and self.steps % interval == 0:
+        if interval and self.steps % interval == 0 and self.refinement.due():
             self.refine(keyframe)
             self.refinement.centre(keyframes)
         degree = min(self.engine.sh_degree, self._first_degree + self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
@@ -81,7 +81,7 @@ class Trainer:
         """Gaussians that were trained before, of no keyframe, into an empty map. They begin with the rates of new ones: those of old ones
         (adam.steps = lr_decay_steps) made no difference (31.18 and 31.22 dB in the room, 450 steps)."""
         self.engine.append(*splats.with_degree(self.engine.sh_degree), owner=NO_KEYFRAME)
-        self._unsorted, self._first_degree = len(splats.means), splats.degree
+        self._unsorted, self._first_degree, self.refinement.given = len(splats.means), splats.degree, True
 
     def refine(self, keyframe: Keyframe) -> None:
         """Its pose and exposure from the map; they stay as they are when there is no memory for the render, which `hint` says."""

@@ -5,6 +5,7 @@ import cv2
 import numpy as np
 import pytest
 
+from spirula_gpu import refine
 from spirula_gpu.align import Seen, align, exp_se3, log_se3
 from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.config import Config, replaced
@@ -167,3 +168,49 @@ def test_a_frame_that_is_elsewhere_keeps_its_pose_and_is_counted():
     mapper.tick()   # arrives, with no step on it yet
     newest = mapper._keyframes.newest
     assert newest.frame.stamp_ns == stranger.stamp_ns and mapper.status().poses_refused > refused
+
+
+def test_the_mean_goes_on_when_there_are_as_many_keyframes_as_there_may_be(monkeypatch):
+    sizes, mean = [], refine.mean_correction
+    monkeypatch.setattr(refine, "mean_correction", lambda T, *rest: (sizes.append(len(T)), mean(T, *rest))[1])
+    monkeypatch.setattr(refine, "LEVEL_MOST", 6)
+    mapper = mapped([replace(f, held_out=False) for f in stream(24, False)], train__max_keyframes=8, train__steps_per_frame=1, gate__min_translation_m=0.0)
+    assert len(mapper._keyframes) == 8 and max(sizes) == 6 and len(sizes) >= 20 // 2
+
+
+def test_only_the_newest_and_what_they_brought_are_levelled(monkeypatch):
+    monkeypatch.setattr(refine, "LEVEL_MOST", 3)
+    mapper = mapped([replace(f, held_out=False) for f in stream(6, True)], refine__pose=False)
+    r, keyframes, engine = mapper._trainer.refinement, list(mapper._keyframes), mapper._engine
+    for k in keyframes:
+        k.place(exp_se3(np.array([0, 0.1, 0, 0, 0, 0])) @ k.frame.T_world_cam)
+    r.config = replaced(mapper.config, {"refine.pose": True})
+    poses, means, old = [k.frame.T_world_cam for k in keyframes], engine.read("map.mean").copy(), engine.read("map.owner") < 3
+    assert r.level(mapper._keyframes) == pytest.approx(0.1, abs=0.005)
+    assert [np.array_equal(k.frame.T_world_cam, T) for k, T in zip(keyframes, poses)] == [True] * 3 + [False] * 3
+    assert np.array_equal(engine.read("map.mean")[old], means[old]) and old.any()
+    assert (engine.read("map.mean") - means)[~old][:, 1] == pytest.approx(-0.1, abs=0.005) and not old.all()
+
+
+def test_a_map_of_a_file_is_where_poses_are_measured_from(tmp_path):
+    frames, path = [replace(f, held_out=False) for f in stream(8, False)], str(tmp_path / "map.ply")
+    mapped(frames, refine__pose=False).command("save_map", path).result()
+    off = exp_se3(np.array([0, 0.03, 0, 0, 0, 0]))
+    mapper = mapped([replace(f, T_world_cam=off @ f.T_world_cam) for f in frames], train__start_map=path, refine__pose_sigma=0.05, refine__pose_sigma_deg=0.02)
+    away = [np.linalg.norm((k.frame.T_world_cam - f.T_world_cam)[:3, 3]) for k, f in zip(mapper._keyframes, frames)]
+    assert np.mean(away) < 0.024, away   # 0.032 when they are moved back
+    poses, mapper._trainer.refinement._level_at = [k.frame.T_world_cam for k in mapper._keyframes], 0
+    assert mapper._trainer.refinement.level(mapper._keyframes) == 0 and all(k.frame.T_world_cam is T for k, T in zip(mapper._keyframes, poses))
+
+
+def test_the_live_mesh_begins_again_once_the_map_has_moved_by_a_voxel(monkeypatch):
+    mapper = mapped(stream(4, False), mesh__voxel_m=0.05)
+    monkeypatch.setattr(mapper._trainer.refinement, "level", lambda keyframes: 0.03)
+    fused = []
+    for frame in stream(8, False)[4:7]:
+        mapper._output._fused.add(0)
+        mapper.ledger.arrived()
+        mapper.submit(frame)
+        mapper.run_due()
+        fused.append(set(mapper._output._fused))
+    assert fused == [{0}, set(), {0}]
