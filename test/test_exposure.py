@@ -83,7 +83,7 @@ def test_a_ramp_of_exposure_costs_little_with_it_and_much_without():
 def test_constant_exposure_stays_as_it_is_and_costs_nothing():
     on, off = mapped(stream(24, False), refine__pose=False, refine__exposure=True), mapped(stream(24, False), refine__pose=False)
     gains = gains_of(on)
-    assert gains.any() and np.abs(gains).max() < 0.05 and np.abs(np.median(gains, axis=0)).max() < 0.025
+    assert gains.any() and np.abs(gains).max() < 0.05 and np.abs(gains.mean(0)).max() < 0.02
     assert on.evaluate()[0].psnr > off.evaluate()[0].psnr - 0.5
 
 
