@@ -16,7 +16,7 @@ from .native import Engine, View
 
 
 GATE_POSES = 2000  # keyframes that a new frame is compared with
-MOST_TARGETS = 64  # images at the exposure of the map that are kept; another is made in less time than a step takes
+MOST_TARGETS = 64  # images at the exposure of the map that are kept; another one costs a look-up of each byte when its keyframe is chosen
 
 
 class Gated(NamedTuple):
