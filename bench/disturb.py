@@ -115,7 +115,8 @@ def moved(frames: list[Frame], seed: int, far_m: float, turned_deg: float) -> li
 
 
 def drifted(frames: list[Frame], seed: int, far_m: float) -> list[Frame]:
-    """The second half of the path is off by `far_m` in one random direction; it drifts there over the second quarter."""
+    """The second half of the path is off by `far_m` in one random direction; it drifts there over the second quarter. Held-out frames too: their
+    poses come from the same odometry, and the corrected path moves them with the others."""
     direction = unit(np.random.default_rng(seed + 1).normal(size=3))
     share = np.clip(4 * np.linspace(0, 1, len(frames)) - 1, 0, 1)
 
@@ -123,7 +124,7 @@ def drifted(frames: list[Frame], seed: int, far_m: float) -> list[Frame]:
         T = f.T_world_cam.copy()
         T[:3, 3] += share[i] * far_m * direction
         return replace(f, T_world_cam=T)
-    return training(change)(frames)
+    return [change(i, f) for i, f in enumerate(frames)]
 
 
 def unit(x: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@
 
 Real rate: a frame is submitted when the recording says so, the mapper works on its own thread, and what it cannot take is dropped
 and counted. --lossless: inline, train.steps_per_frame steps a frame; repeatable. Every eighth frame (index % 8 == 4, by name) is
-held out. Disturbances (disturb.py) change training frames alone. --cases takes names of CASES; without it, DATA is a folder or
+held out. Disturbances (disturb.py) change training frames alone, but for the drift. --cases takes names of CASES; without it, DATA is a folder or
 .npz as of offline.py. LPIPS is not among the figures: its weights are a download of their own."""
 import argparse
 import datetime
@@ -127,9 +127,8 @@ def refine(mapper: WatchedMapper, pace: Pace) -> float:
 
 
 def correct(mapper: WatchedMapper, given: list[Frame], true: list[Frame]) -> None:
-    """The corrected path, as a loop closure gives it: the true poses of the training frames."""
-    train = [(g.stamp_ns, t.T_world_cam) for g, t in zip(given, true) if not g.held_out]
-    mapper.command("correct", np.array([s for s, _ in train]), np.array([T for _, T in train])).result()
+    """The corrected path, as a loop closure gives it: the true poses."""
+    mapper.command("correct", np.array([f.stamp_ns for f in given]), np.array([f.T_world_cam for f in true])).result()
     mapper.look("corrected")
 
 

@@ -225,7 +225,7 @@ def test_without_exposure_no_gain_stays(tmp_path):
     mapper = mapped(stream(8, False, gain=ramp(8)), **ON)
     assert np.abs(gains_of(mapper)).max() > 0.3
     mapper.command("save_checkpoint", str(tmp_path / "map.ckpt")).result()
-    mapper.command("configure", replaced(mapper.config, {"refine.exposure": False})).result()
+    mapper.command("configure", {"refine.exposure": False}).result()
     assert not gains_of(mapper).any() and all(k.target is k.frame.rgb for k in mapper._keyframes)
     resumed = Mapper(replaced(mapper.config, {"refine.exposure": False}))
     resumed.resume(str(tmp_path / "map.ckpt"))

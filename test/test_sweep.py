@@ -314,7 +314,7 @@ def test_a_worker_counts_the_silence_from_its_start_or_the_end_of_a_pause(monkey
 def test_the_end_of_a_stream_gives_depth_without_refinement_and_the_stream_may_go_on(driver):
     replay = pytest.importorskip("spirula_ros.replay")
     mapper = Mapper(ALONE)
-    drive = getattr(replay, driver)(mapper)
+    drive = getattr(replay, driver)(mapper, replay.StopRequest(None))
     for i in range(6):
         mapper.ledger.arrived()
         drive.take(near(i))
