@@ -238,7 +238,7 @@ def textured(i, width, height) -> Frame:
 @pytest.mark.parametrize("precision", ["full", "compact"])
 @pytest.mark.parametrize("budget_mb", [1, 2, 4, 6, 7, 8, 9, 11, 14, 100])
 def test_no_budget_ends_the_mapper(budget_mb, precision):
-    """From one in which no image fits to one that is never reached: every frame is used, every due step counted, never more is held."""
+    """From one in which no image fits to one that is never reached: every frame is used, every due step made once there is a map, never more is held."""
     mapper = Mapper(replaced(SMALL, {"engine.vram_budget_mb": budget_mb, "engine.precision": precision, "engine.sh_degree": 1, "engine.max_gaussians": 100_000,
                                      "insert.hole_spacing_px": 1.0, "train.steps_per_frame": 5}))
     for i in range(8):
@@ -246,7 +246,7 @@ def test_no_budget_ends_the_mapper(budget_mb, precision):
         mapper.run_due()
         assert mapper.vram().total <= budget_mb << 20 and mapper.status().state == "running"
     results, status = mapper.evaluate(), mapper.status()
-    assert status.frames.used == 8 and status.steps == 40 and status.last_error == ""
+    assert status.frames.used == 8 and status.steps == (40 if status.gaussians else 0) and status.last_error == ""
     if budget_mb >= 9:
         assert status.gaussians > 3000 and np.isfinite(status.loss) and results
     assert budget_mb > 9 or "vram_budget_mb" in status.hint
@@ -289,7 +289,7 @@ def test_memory_that_others_take_meanwhile_is_waited_for(since):
         mapper.run_due()
         assert mapper.status().state == "running"
     status = mapper.status()
-    assert status.frames.used == 9 and status.steps == 45 and status.last_error == ""
+    assert status.frames.used == 9 and status.steps == (45 if since else 15) and status.last_error == ""   # none while there is no map
     assert status.gaussians > max(n, 10_000) and mapper.vram().total > held and np.isfinite(status.loss) and "out of memory" not in status.hint
     mapper.close()
 

@@ -290,7 +290,7 @@ def test_a_copy_is_not_charged_with_the_measurement_before_it(monkeypatch):
     mapper.run_due()
     clock = Clock()
     monkeypatch.setattr("spirula_gpu.mapper.time", clock)
-    monkeypatch.setattr(mapper, "_measure", lambda held_out: setattr(clock, "seconds", clock.seconds + 50))
+    monkeypatch.setattr(mapper._output, "measure", lambda *_: setattr(clock, "seconds", clock.seconds + 50))
     monkeypatch.setattr(mapper._output, "splats", lambda most: setattr(clock, "seconds", clock.seconds + 0.5) or splats(most))
     mapper.wants, mapper._last["splats"], mapper._last["evaluate"], mapper._thread = Wants(splats=10), 0.0, 0.0, threading.current_thread()
     mapper._publish_due()
