@@ -42,6 +42,15 @@ def installed_package(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+def bench_modules(*names: str) -> list:
+    """Scripts of bench/, which import each other, as modules."""
+    sys.path.insert(0, str(CHECKOUT / "bench"))
+    try:
+        return [importlib.import_module(name) for name in names]
+    finally:
+        sys.path.pop(0)
+
+
 def stale_files(name: str) -> list[str]:
     """Python files that differ between the checkout and the installed package; after `make develop`, none."""
     installed = installed_package(name)

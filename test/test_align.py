@@ -11,6 +11,7 @@ from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.config import Config, replaced
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.refine import mean_correction
+from test_mapper import feed
 
 CAMERA = Camera(80, 60, 65.0, 65.0, 40.0, 30.0)
 SIGMA_M, SIGMA_RAD = 0.02, np.radians(1.0)
@@ -123,11 +124,7 @@ def stream(n: int, disturbed: bool, gain=lambda i: 1.0, seed: int = 2) -> list[F
 
 def mapped(frames: list[Frame], **changes) -> Mapper:
     mapper = Mapper(replaced(CONFIG, {k.replace("__", "."): v for k, v in changes.items()}))
-    for frame in frames:
-        mapper.ledger.arrived()
-        mapper.submit(frame)
-        mapper.run_due()
-    return mapper
+    return feed(mapper, *frames)
 
 
 def heldout(mapper: Mapper) -> float:

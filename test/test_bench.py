@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import oracle
-from conftest import CHECKOUT
+from conftest import CHECKOUT, bench_modules
 from scenes import cameras, gaussians
 
 BENCH = CHECKOUT / "bench"
@@ -19,13 +19,7 @@ BENCH = CHECKOUT / "bench"
 @pytest.fixture(scope="module")
 def bench():
     """(versus_gsplat, parity)."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        import parity
-        import versus_gsplat
-    finally:
-        sys.path.remove(str(BENCH))
-    return versus_gsplat, parity
+    return bench_modules("versus_gsplat", "parity")
 
 
 def refusal(versus_gsplat, monkeypatch, *arguments):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from conftest import CHECKOUT, importorskip
-from spirula_ros import bags, cli, colmap
+from spirula_ros import cli, colmap
 from spirula_ros.convert import stamp_ns
 from spirula_ros.errors import InputError
+from test_rgbd import contents, quiet
 
 pycolmap = importorskip("pycolmap", "pip install -r requirements-dev.txt")
 ROBUSTNESS = CHECKOUT.parent / "shared" / "data" / "robustness"
@@ -32,18 +33,6 @@ def project(folder: Path, cameras: list[tuple[str, int, int, str]], form: str = 
     (folder / "sparse/0/cameras.txt").write_text("".join(f"{i} {model} {w} {h} {p}\n" for i, (model, w, h, p) in enumerate(cameras, 1)))
     (folder / "sparse/0/points3D.txt").write_text("")
     return folder
-
-
-def contents(path) -> dict[str, list]:
-    out = {}
-    with bags.open_bag(path) as bag:
-        for m in bags.messages(bag, bags.pick_topics(bag)):
-            out.setdefault(m.kind, []).append(m.msg)
-    return out
-
-
-def quiet(*_):
-    pass
 
 
 @pytest.mark.parametrize("model", [m for m in PARAMETERS if m != "FOV"])

@@ -33,6 +33,14 @@ def submit(mapper: Mapper, f: Frame) -> None:
     mapper.submit(f)
 
 
+def feed(mapper: Mapper, *frames: Frame) -> Mapper:
+    """Each with all that it makes due."""
+    for f in frames:
+        submit(mapper, f)
+        mapper.run_due()
+    return mapper
+
+
 def run(config: Config, n: int = 6) -> Mapper:
     mapper = Mapper(config)
     for i in range(n):

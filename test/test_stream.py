@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from conftest import CHECKOUT
+from conftest import CHECKOUT, bench_modules
 from spirula_gpu import Camera, Frame, Mapper
 from spirula_gpu.dataset import Scene
 from scenes import look
@@ -21,12 +21,7 @@ CAMERA = Camera(48, 36, 40.0, 41.0, 23.0, 18.5)
 @pytest.fixture(scope="module")
 def bench():
     """(stream, disturb)."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        import disturb
-        import stream
-    finally:
-        sys.path.remove(str(BENCH))
+    stream, disturb = bench_modules("stream", "disturb")
     return SimpleNamespace(stream=stream, disturb=disturb)
 
 

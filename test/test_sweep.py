@@ -17,6 +17,7 @@ from spirula_gpu.keyframes import Keyframe, Keyframes
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.multiview import MultiView, Swept, scores
 from spirula_gpu.native import Engine, NativeError, SweepParams
+from test_mapper import feed
 
 CAMERA = Camera(160, 120, 130.0, 130.0, 80.0, 60.0)
 TEXTURE = cv2.normalize(cv2.GaussianBlur(np.random.default_rng(0).random((2000, 2000)).astype(np.float32), (0, 0), 3), None, 0, 255, cv2.NORM_MINMAX)
@@ -265,14 +266,6 @@ def test_a_resumed_map_goes_on_waiting(tmp_path):
 
 # ---- the end of a stream, pauses, want of memory ---------------------------------------------------------------------------
 ALONE = replaced(Config(), {"engine.backend": "cpu", "engine.threads": 2, "train.steps_per_frame": 4, "gate.min_translation_m": 0.0})
-
-
-def feed(mapper: Mapper, *frames: Frame) -> Mapper:
-    for f in frames:
-        mapper.ledger.arrived()
-        mapper.submit(f)
-        mapper.run_due()
-    return mapper
 
 
 def near(i: int) -> Frame:
