@@ -67,6 +67,14 @@ def kernel_ms(step, repeats: int = 5) -> dict[str, float]:
     return {name: round(ms, 4) for name, ms in sorted(total.items(), key=lambda item: -item[1])}
 
 
+def load_scene(path: str):
+    """scene.py as a module."""
+    spec = importlib.util.spec_from_file_location("scene", path)
+    scene = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scene)
+    return scene
+
+
 def load_engine(scene, n: int, light: bool, options: dict) -> native.Engine:
     s = scene.make_scene(n, size=scene.SIZE_LIGHT if light else None, dev="cuda")
     engine = native.Engine("cuda", max_gaussians=n, **options)
@@ -155,9 +163,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("scene", args.scene)
-    scene = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scene)
+    scene = load_scene(args.scene)
     rows, options = [], dict(arena_alias=not args.no_alias, precision=args.precision)
     for name in args.cases.split(","):
         rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options, args.sorted, args.fov_share, args.back))

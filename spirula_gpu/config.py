@@ -22,7 +22,7 @@ class EngineConfig:
     threads: int = param(0, "", "CPU threads of the engine; 0 = all cores", 0, 1024)
     sh_degree: int = param(2, "", "spherical-harmonics degree of the colours", 0, 3)
     precision: str = param("full", "", "full | compact; compact stores a Gaussian in less than half of the bytes (see max_gaussians), at the same quality")
-    max_gaussians: int = param(1_000_000, "Gaussians", "the map never holds more; bytes each at sh_degree 0, 1, 2, 3: full 176 252 376 548, compact 88 117 164 229; training takes scratch beside (spirula forecast)", 1, 200_000_000)
+    max_gaussians: int = param(1_000_000, "Gaussians", "the map never holds more; bytes each at sh_degree 0, 1, 2, 3: full 176 216 280 368, compact 88 108 140 184; training takes scratch beside (spirula forecast)", 1, 200_000_000)
     vram_budget_mb: int = param(0, "MiB", "bytes that all engine buffers together may take, the map (see max_gaussians) and scratch; 0 = no limit; spirula forecast --vram-mb says how many Gaussians fit", 0, 1_000_000)
     arena_alias: bool = param(True, "", "let buffers that are never alive together share bytes")
     arena_debug: bool = param(False, "", "poison and canaries in the arena (slow)")
@@ -93,6 +93,7 @@ class RefineConfig:
     pose_sigma: float = param(0.01, "", "noise of given positions along each axis, as a share of the median depth of the view", 1e-6, 1, True)
     pose_sigma_deg: float = param(1.0, "deg", "noise of given rotations about each axis", 1e-4, 90, True)
     interval_steps: int = param(10, "steps", "the keyframe of every so many-th step is refined again; 0 = only at its arrival", 0, 1_000_000, True)
+    lr_final: float = param(0.1, "", "share to which all Adam steps fall exponentially while the map is refined for a given time (~/refine, --refine-seconds, --refine-steps); 1 = constant", 1e-3, 1, True)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .camera import Frame
-from .native import PARAMETERS, Engine
+from .native import Engine
 
 MAX_GAP_NS = 200_000_000  # poses are interpolated over at most this
 MOVED_PX = 0.5            # what moves the image less than this is left alone
@@ -268,5 +268,5 @@ def _move_piece(engine: Engine, first: int, mine: np.ndarray, owner: np.ndarray,
     change("map.quat", lambda x: product(q[of], x))
     if engine.sh_degree:
         change("map.sh", rotated_sh)
-    for row in [f"adam.v.{name}" for name in PARAMETERS] + [f"adam.m.{name}" for name in PARAMETERS] + ["adam.steps"] if forget else []:  # compact first moments are in units of the second
+    for row in sorted((r for r in engine.saved_rows() if r.startswith("adam.")), reverse=True) if forget else []:  # adam.v before adam.m, which compact keeps in units of it
         change(row, np.zeros_like)

@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,22 @@ ENDED_S = 3.0   # a worker that has got no frame for so long does not let keyfra
 
 
 COMMANDS = ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine", "drain", "correct")
+
+
+Part = tuple[float, float]   # from which share of a refinement to which
+WHOLE: Part = (0.0, 1.0)
+
+
+def between(part: Part, share: float) -> float:
+    return part[0] + min(share, 1.0) * (part[1] - part[0])
+
+
+class Refining(NamedTuple):
+    """A refinement that somebody asked for."""
+    begin: float   # time.monotonic()
+    end: float
+    part: Part
+    future: Future
 
 
 @dataclass(frozen=True)
@@ -112,7 +128,7 @@ class Mapper:
 
     def command(self, name: str, *args) -> Future:
         """Queue a command for T1 (inline mode: run it now): save_map(path), save_poses(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
-        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds), drain(), correct(stamps, poses)."""
+        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds, part), drain(), correct(stamps, poses)."""
         if self._thread is not None or name not in COMMANDS:
             return self.post(name, *args)
         future: Future = Future()
@@ -165,8 +181,8 @@ class Mapper:
                 return
 
     def _end_refining(self, why: Exception) -> None:
-        for _, future in self._refining:
-            settle(future, why)
+        for refining in self._refining:
+            settle(refining.future, why)
         self._refining.clear()
 
     def close(self) -> None:
@@ -185,7 +201,7 @@ class Mapper:
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = self._corrections = 0
         self._owners: list[int] = []   # stamp of each keyframe there has been, by its id
-        self._refining: list[tuple[float, Future]] = []
+        self._refining: list[Refining] = []   # the one that ends last is the last
         self._problem, self._unsaved, self._budget_hint, self._path_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
@@ -224,15 +240,19 @@ class Mapper:
             pass
         self._tell()   # the caller counts steps
 
-    def train(self, seconds: float | None = None, steps: int | None = None, progress=None) -> int:
-        """Inline mode: refine for so long or so many steps; returns the steps made."""
+    def train(self, seconds: float | None = None, steps: int | None = None, progress=None, part: Part = WHOLE) -> int:
+        """Inline mode: refine for so long or so many steps; returns the steps made. part: from which share of the whole refinement
+        to which this call is; the rates fall over the whole (refine.lr_final)."""
         begin, made = time.monotonic(), 0
+        over = lambda: max(made / steps if steps else steps is not None, (time.monotonic() - begin) / seconds if seconds else seconds is not None)
         self._do_drain()
-        while self._keyframes and (steps is None or made < steps) and (seconds is None or time.monotonic() - begin < seconds):
+        while self._keyframes and (share := over()) < 1:
+            self._trainer.refined = between(part, share)
             self._steps(1)
             made += 1
             if progress:
                 progress(self)
+        self._trainer.refined = 0.0
         self._tell()
         return made
 
@@ -241,18 +261,23 @@ class Mapper:
         while not self._commands.empty():
             self._run_command(*self._commands.get())
             ran = True
-        while self._refining and time.monotonic() >= self._refining[0][0]:
-            settle(self._refining.pop(0)[1], None)
+        now = time.monotonic()
+        while self._refining and now >= self._refining[0].end:
+            settle(self._refining.pop(0).future, None)
+        last = self._refining[-1] if self._refining else None
+        self._trainer.refined = between(last.part, (now - last.begin) / (last.end - last.begin)) if last else 0.0
         return ran
 
     def _run_command(self, name: str, args: tuple, future: Future) -> None:
         try:
             if name == "refine":
+                seconds, part = args[0], args[1] if args[1:] else WHOLE
                 if self._thread is None:
-                    self.train(seconds=args[0])
+                    self.train(seconds=seconds, part=part)
                     return settle(future, None)
-                self._refining.append((time.monotonic() + args[0], future))
-                return self._refining.sort(key=lambda r: r[0])
+                now = time.monotonic()
+                self._refining.append(Refining(now, now + max(seconds, 1e-3), part, future))
+                return self._refining.sort(key=lambda r: r.end)
             settle(future, getattr(self, f"_do_{name}")(*args))
         except Exception as e:  # the caller gets it; the map is still good
             settle(future, e)

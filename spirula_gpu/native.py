@@ -22,7 +22,7 @@ GAUSSIANS = 0  # Row.count of a row with an item per Gaussian
 PHASES = ("project", "order", "bin", "raster", "loss", "raster_bwd", "project_bwd")
 PRECISIONS = ("full", "compact")
 STATUS = {-1: "argument", -2: "capacity", -3: "memory", -4: "device"}
-PARAMETERS = ("mean", "quat", "log_scale", "logit_opacity", "sh")  # rows map.*, adam.m.*, adam.v.*
+PARAMETERS = ("mean", "quat", "log_scale", "logit_opacity", "sh")  # rows map.*
 
 
 class NativeError(RuntimeError):
@@ -230,7 +230,7 @@ class Engine:
 
     backend auto: cuda where its library and a usable device are there, else cpu; `backend_reason` says why. A CUDA
     library that is there but cannot be used is also reported once as a RuntimeWarning.
-    precision full: fp32, 548 bytes a Gaussian at degree 3; compact: 16-bit parameters (positions stay fp32), 8- and 16-bit moments, 229 bytes."""
+    precision full: fp32, 368 bytes a Gaussian at degree 3; compact: 16-bit parameters (positions stay fp32), 8- and 16-bit moments, 184 bytes."""
 
     def __init__(self, backend: str = "auto", *, sh_degree: int = 3, max_gaussians: int = 1_000_000, budget_bytes: int = 0, threads: int = 0,
                  device: int = 0, arena_alias: bool = True, arena_debug: bool = False, precision: str = "full"):
@@ -322,7 +322,7 @@ class Engine:
 
     def _row_shape(self, row: str):
         leaf = row.rsplit(".", 1)[-1]
-        tail = {"mean": (3,), "quat": (4,), "log_scale": (3,), "sh": ((self.sh_degree + 1) ** 2, 3)}.get(leaf, ())
+        tail = {"mean": (3,), "quat": (4,), "log_scale": (3,), "sh": ((self.sh_degree + 1) ** 2, 3), "sh0": (3,)}.get(leaf, ())
         if row == "adam.v.sh":
             tail = (self.sh_degree + 1,)
         return (len(self), *tail), np.int32 if leaf in ("steps", "owner") else np.float32

@@ -44,6 +44,7 @@ class Trainer:
         self._seen = (0, 0)  # pairs and intersections of the newest step that is known; what memory a step takes follows from them
         self._resumed_loss: float | None = None  # of `_running`, when that step was made before a checkpoint
         self._rng = np.random.default_rng(config.engine.seed + 1)
+        self.refined = 0.0  # share of the refinement that is over; 0 too while there is none
 
     def step(self, keyframes: Keyframes) -> None:
         """Choose a keyframe, render, compare, descend; prune when it is time."""
@@ -133,9 +134,9 @@ class Trainer:
         return self._lost > PATIENCE
 
     def _hyper(self) -> Hyper:
-        t = self.config.train
-        return Hyper(lr_mean=t.lr_mean * self.unit_m, lr_mean_final=t.lr_mean_final * self.unit_m, lr_decay_steps=t.lr_decay_steps, lr_quat=t.lr_quat, lr_log_scale=t.lr_log_scale,
-                     lr_logit_opacity=t.lr_logit_opacity, lr_sh0=t.lr_sh0, lr_sh_rest=t.lr_sh_rest, beta1=t.beta1, beta2=t.beta2, eps=ADAM_EPS,
+        t, fall = self.config.train, self.config.refine.lr_final ** self.refined
+        return Hyper(lr_mean=fall * t.lr_mean * self.unit_m, lr_mean_final=fall * t.lr_mean_final * self.unit_m, lr_decay_steps=t.lr_decay_steps, lr_quat=fall * t.lr_quat,
+                     lr_log_scale=fall * t.lr_log_scale, lr_logit_opacity=fall * t.lr_logit_opacity, lr_sh0=fall * t.lr_sh0, lr_sh_rest=fall * t.lr_sh_rest, beta1=t.beta1, beta2=t.beta2, eps=ADAM_EPS,
                      ssim_weight=t.ssim_weight, depth_weight=t.depth_weight, opacity_reg=t.opacity_reg, scale_reg=t.scale_reg)
 
     @property

@@ -148,13 +148,16 @@ class Run:
         limit_s, limit_steps = self.options.refine_seconds, self.options.refine_steps
         if not (limit_s or limit_steps) or not self.mapper.status().keyframes:
             return
-        deadline = time.monotonic() + (limit_s or float("inf"))
-        target = self.mapper.status().steps + (limit_steps or sys.maxsize)
-        while (seconds := deadline - time.monotonic()) > 0 and (steps := target - self.mapper.status().steps) > 0:
+        begin, first = time.monotonic(), self.mapper.status().steps
+        while True:
+            seconds, steps = time.monotonic() - begin, self.mapper.status().steps - first
+            share = max(seconds / limit_s if limit_s else 0, steps / limit_steps if limit_steps else 0)
+            if share >= 1:
+                return
             if self.stop.reason:
                 self.stopped_early = self.stopped_early or self.stop.reason
                 return
-            self.driver.train(min(seconds, SLICE_S) if limit_s else None, min(steps, SLICE_STEPS))
+            self.driver.train(min(limit_s - seconds, SLICE_S) if limit_s else None, min(limit_steps - steps, SLICE_STEPS) if limit_steps else SLICE_STEPS, share)
             progress.show(0)
 
     def report(self, out: Path, timing: dict[str, float]) -> str:
@@ -222,10 +225,10 @@ class Lossless:
         self._work_off()
         self.ask("drain")
 
-    def train(self, seconds: float | None, steps: int) -> None:
+    def train(self, seconds: float | None, steps: int, share: float) -> None:
         self._work_off()   # what a viewer asks for; no frame waits and no step is due
         if not self.stop.reason:
-            self.mapper.train(seconds=seconds, steps=steps)
+            self.mapper.train(seconds=seconds, steps=steps, part=(share, share))
 
     def ask(self, name: str, *args: Any) -> Any:
         future = self.mapper.command(name, *args)
@@ -249,8 +252,8 @@ class Live:
         wait_until_idle(self.mapper, self.stop)
         self.ask("drain")
 
-    def train(self, seconds: float | None, steps: int) -> None:
-        self.ask("refine", min(seconds or SLICE_S, SLICE_S))
+    def train(self, seconds: float | None, steps: int, share: float) -> None:
+        self.ask("refine", min(seconds or SLICE_S, SLICE_S), (share, share))
 
     def ask(self, name: str, *args: Any) -> Any:
         return self.mapper.command(name, *args).result()

@@ -142,7 +142,7 @@ class Context:
         last = row.rsplit(".", 1)[1]
         if row == "adam.v.sh":  # one a degree
             return (self.sh_degree + 1,), np.float32
-        return dict(mean=(3,), quat=(4,), log_scale=(3,), sh=(K, 3)).get(last, ()), np.int32 if last in ("owner", "steps") else np.float32
+        return dict(mean=(3,), quat=(4,), log_scale=(3,), sh=(K, 3), sh0=(3,)).get(last, ()), np.int32 if last in ("owner", "steps") else np.float32
 
     def map_rows(self) -> dict[str, np.ndarray]:
         return {name: self.read(name) for name in self.report() if name.split(".")[0] in ("map", "adam", "stat") and name != "map.exponents"}

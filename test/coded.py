@@ -20,6 +20,11 @@ def compact(degree=1, **params):
     return Context(sh_degree=degree, precision=1, **params)
 
 
+def moments(row):
+    """The rows of the first and second moments of a row of parameters; of SH, the first ones are those of degree 0."""
+    return "adam.m." + ("sh0" if row == "sh" else row), "adam.v." + row
+
+
 def twins(g, degree, **params):
     """A full and a compact map in the same state: what compact made of g."""
     full, small = Context(sh_degree=degree, **params), compact(degree, **params)

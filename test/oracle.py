@@ -123,14 +123,15 @@ def adam(parameter, gradient, m, v, step, visible, lr, beta1=0.9, beta2=0.999, e
 
 
 def adam_by_degree(parameter, gradient, m, v, step, visible, lr, beta1=0.9, beta2=0.999, eps=1e-15):
-    """Adam on SH coefficients [N,K,3] with one second moment a degree, v [N,degree+1], of the mean square of its gradients."""
+    """Adam on SH coefficients [N,K,3] with one second moment a degree, v [N,degree+1], of the mean square of its gradients, and first moments
+    of degree 0 alone, m [N,3]."""
     degree_of = np.floor(np.sqrt(np.arange(gradient.shape[1]))).astype(int)
     for i in np.flatnonzero(visible):
         step[i] += 1
-        m[i] = beta1 * m[i] + (1 - beta1) * gradient[i]
+        m[i] = beta1 * m[i] + (1 - beta1) * gradient[i, 0]
         v[i] = beta2 * v[i] + (1 - beta2) * np.array([np.mean(gradient[i][degree_of == d]**2) for d in range(v.shape[1])])
         root = np.sqrt(v[i] / (1 - beta2**step[i])) + eps
-        parameter[i] -= lr * (m[i] / (1 - beta1**step[i])) / root[degree_of][:, None]
+        parameter[i] -= lr * np.vstack([m[i] / (1 - beta1**step[i]), gradient[i, 1:]]) / root[degree_of][:, None]
 
 
 def decode_edge(code, extent) -> np.ndarray:

@@ -74,7 +74,7 @@ def test_keep_moves_whole_gaussians_in_order(keep):
     for name, rows in context.map_rows().items():
         np.testing.assert_array_equal(rows, before[name][flags], err_msg=name)
     context.append(gaussians(2, 1), owner=8)
-    assert context.read("map.owner")[-1] == 8 and not context.read("adam.m.sh")[-2:].any() and not context.read("adam.steps")[-2:].any()
+    assert context.read("map.owner")[-1] == 8 and not context.read("adam.m.sh0")[-2:].any() and not context.read("adam.steps")[-2:].any()
 
 
 @pytest.mark.parametrize("copies, min_opacity", [(1, 0.005), (2, 0.005), (5, 0.005), (3, 0.9)])

@@ -298,3 +298,27 @@ def test_what_the_mask_hides_makes_no_gaussian_and_trains_nothing():
     assert maps[0]._keyframes.bytes == 4 * 30 * 40 * (3 + 4 + 1)
     with pytest.raises(ValueError, match="mask is bool .*the camera says uint8"):
         frame(0, mask=mask.astype(bool))
+
+
+@pytest.mark.parametrize("part, shares", [(None, (0.0, 0.9)), ((0.5, 1.0), (0.5, 0.95))])
+def test_the_rates_fall_over_a_refinement_and_are_whole_again_after_it(part, shares):
+    mapper = run(SMALL)
+    usual, rates = mapper._trainer._hyper(), []
+    mapper.train(steps=10, progress=lambda m: rates.append(m._trainer._hyper()), **({"part": part} if part else {}))
+    for name in ("lr_mean", "lr_mean_final", "lr_quat", "lr_log_scale", "lr_logit_opacity", "lr_sh0", "lr_sh_rest"):
+        got = np.array([getattr(r, name) for r in rates]) / getattr(usual, name)
+        np.testing.assert_allclose(got, mapper.config.refine.lr_final ** np.linspace(*shares, 10), rtol=1e-5, err_msg=name)
+    assert mapper._trainer._hyper().lr_mean == usual.lr_mean
+    mapper.close()
+
+
+def test_the_rates_fall_while_the_thread_refines():
+    mapper = run(SMALL)
+    mapper.start()
+    try:
+        done = mapper.command("refine", 1.0)
+        wait_for(lambda: mapper._trainer.refined > 0.5)
+        done.result(60)
+        wait_for(lambda: mapper._trainer.refined == 0)
+    finally:
+        mapper.close()

@@ -39,7 +39,7 @@ class DoubleMapper:
     def __init__(self, config):
         self.config, self.ledger = config, FrameLedger()
         self.frames, self.held_out, self.inbox = [], [], []
-        self.steps, self.calls, self.closed, self.error, self.thread = 0, [], False, "", None
+        self.steps, self.calls, self.parts, self.closed, self.error, self.thread = 0, [], [], False, "", None
 
     def start(self):
         self.thread, self.stopping = threading.Thread(target=self._work), False
@@ -72,8 +72,9 @@ class DoubleMapper:
         while self.tick():
             pass
 
-    def train(self, seconds=None, steps=None):
+    def train(self, seconds=None, steps=None, part=None):
         self.calls.append(("train", seconds, steps))
+        self.parts.append(part)
         self.steps += steps
         time.sleep(0.01)
 
@@ -194,6 +195,7 @@ def test_refine_steps(room, tmp_path, rate):
     assert found["steps"] == 2 * found["frames"]["used"] + 50 and found["stopped_early"] == ""  # at 50 fps a busy machine may drop one
     if rate is None:
         assert sum(c[2] for c in mapper.calls if c[0] == "train") == 50
+        assert mapper.parts == [(0, 0), (0.4, 0.4), (0.8, 0.8)]   # slices of 20 steps
 
 
 def test_refine_seconds(room, tmp_path):
@@ -272,7 +274,7 @@ def taken(mapper, stop):
     for i in range(6):
         mapper.ledger.arrived()
         driver.take(frame(i))
-    driver.train(None, 3)
+    driver.train(None, 3, 0.0)
     return {row: mapper._engine.read(f"map.{row}") for row in ("mean", "sh", "logit_opacity")}
 
 
@@ -291,7 +293,7 @@ def test_a_paused_lossless_replay_ends_when_it_is_asked_to():
     mapper.post("pause", True)
     mapper.ledger.arrived()
     driver.take(frame(0))
-    driver.train(None, 3)
+    driver.train(None, 3, 0.0)
     assert stop.looks >= 3 and mapper.status().state == "paused" and mapper.status().steps == 0 and mapper.ledger.counts().pending == 1
 
 

@@ -62,8 +62,8 @@ inline void decode_parameters(const int16_t* codes, const int8_t* exponents, int
   }
 }
 
-// Which second moment scales first moment k: of SH, that of its degree.
-SPL_FN int v_element(bool sh, int k) { return !sh ? k : (k >= band_begin(1)) + (k >= band_begin(2)) + (k >= band_begin(3)); }
+// Which second moment scales first moment k: of SH, which has them in degree 0 alone, that of its degree.
+SPL_FN int v_element(bool sh, int k) { return sh ? 0 : k; }
 SPL_FN uint8_t encode_first(float m, float root, uint32_t random) { return root > 0 ? encode_f8(m / root, random) : 0; }
 
 }  // namespace spl

@@ -46,7 +46,8 @@ enum Phase { SPL_PROJECT, SPL_ORDER, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_B
 
 // The rows of the map: always there, saved, counted in Gaussians (map.exponents: in MAP_BLOCKS). Where the bytes of the two precisions
 // differ, compact holds the codes of codec.h, else both hold the same int32 or fp32. D = sh_degree+1 of the map and K = D^2: the
-// second moments of SH coefficients are one per degree, the mean over its 3 (2 l + 1) squares: 176 bytes less at degree 3.
+// second moments of SH coefficients are one per degree, the mean over its 3 (2 l + 1) squares, and only degree 0 has first moments
+// (math.h): 356 bytes less at degree 3.
 //   enum           name                   full    compact
 #define SPL_MAP_ROWS(X)                                                                                                     \
   X(R_MEAN,        "map.mean",             12,     12)                                                                      \
@@ -58,7 +59,7 @@ enum Phase { SPL_PROJECT, SPL_ORDER, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_B
   X(R_M_QUAT,      "adam.m.quat",          16,     4)                                                                       \
   X(R_M_LOG_SCALE, "adam.m.log_scale",     12,     3)                                                                       \
   X(R_M_OPACITY,   "adam.m.logit_opacity", 4,      1)                                                                       \
-  X(R_M_SH,        "adam.m.sh",            12 * K, 3 * K)                                                                   \
+  X(R_M_SH0,       "adam.m.sh0",           12,     3)                                                                       \
   X(R_V_MEAN,      "adam.v.mean",          12,     6)                                                                       \
   X(R_V_QUAT,      "adam.v.quat",          16,     8)                                                                       \
   X(R_V_LOG_SCALE, "adam.v.log_scale",     12,     6)                                                                       \

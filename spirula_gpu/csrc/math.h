@@ -359,16 +359,15 @@ SPL_FN void adam(float& x, float& m, float& v, float g, float lr, const AdamStep
   v = a.beta2 * v + (1 - a.beta2) * g * g;
   x -= adam_quotient(lr * (m * a.c1), v, a);
 }
-// SH coefficients: one second moment a degree l, of the mean of its 3 (2 l + 1) squares g2. Returns what multiplies the first moments.
+// SH coefficients: one second moment a degree l, of the mean of its 3 (2 l + 1) squares g2. Returns what multiplies their first moments,
+// or, from degree 1 on, their gradients: these have none. A first moment spreads a gradient over the next steps and keeps its sum; with steps
+// as small as theirs the map is the same.
 SPL_FN float adam_band(float& v, float g2_sum, int l, float lr, const AdamStep& a) {
   v = a.beta2 * v + (1 - a.beta2) * (g2_sum * (1.0f / (3 * (2 * l + 1))));
-  return adam_quotient(lr * a.c1, v, a);
-}
-SPL_FN void adam_in_band(float& x, float& m, float g, float rate, const AdamStep& a) {
-  m = a.beta1 * m + (1 - a.beta1) * g;
-  x -= rate * m;
+  return adam_quotient(l ? lr : lr * a.c1, v, a);
 }
 SPL_FN constexpr int band_begin(int l) { return 3 * l * l; }  // the first float of degree l in [K,3]
+SPL_FN int band_of(int k) { return (k >= band_begin(1)) + (k >= band_begin(2)) + (k >= band_begin(3)); }  // the degree of float k
 
 // ---- position noise (Kheradmand et al. 2024, eq. 8): covariance * normal * rate, for nearly transparent Gaussians only --------
 SPL_FN uint32_t mixed(uint32_t x) {  // lowbias32 (Wellons 2018)

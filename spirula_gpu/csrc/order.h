@@ -51,7 +51,7 @@ struct Recode {
   int group;                     // the first one of the row
   bool sh;
   SPL_FN int16_t operator()(int16_t code, int64_t from, int64_t to, int k) const {
-    const int g = sh ? group + v_element(true, k) : group;
+    const int g = sh ? group + band_of(k) : group;
     return encode(decode(code, step_of(exponents_of(before, from)[g])), inverse_step_of(exponents_of(after, to)[g]), NEAREST);
   }
 };

@@ -28,7 +28,7 @@ template <class F> static void in_chunks(int64_t first, int64_t count, F&& f) {
 
 struct CodedRow { int row, K, v_row, K_v; bool parameters, first_moments; };
 static CodedRow coded_row(const spl_ctx& c, int r) {
-  const bool parameters = r <= R_SH, firsts = !parameters && r <= R_M_SH;
+  const bool parameters = r <= R_SH, firsts = !parameters && r <= R_M_SH0;
   const int v_row = firsts ? r + R_V_MEAN - R_M_MEAN : r;
   return {r, (int)row_info(r, c.params.sh_degree).item_bytes / 4, v_row, (int)row_info(v_row, c.params.sh_degree).item_bytes / 4, parameters, firsts};
 }
@@ -50,7 +50,7 @@ static void read_coded(spl_ctx& c, int r, int64_t first, int64_t count, float* t
     }
     const HostCodes<uint8_t> m(c, r, from, end);
     for (int64_t i = begin; i < end; ++i)
-      for (int k = 0; k < row.K; ++k) to[(i - first) * row.K + k] = decode_f8(m.codes[place(i - from, k, row.K)]) * root(i, v_element(r == R_M_SH, k));
+      for (int k = 0; k < row.K; ++k) to[(i - first) * row.K + k] = decode_f8(m.codes[place(i - from, k, row.K)]) * root(i, v_element(r == R_M_SH0, k));
   });
 }
 
@@ -74,7 +74,7 @@ static void write_first_moments(spl_ctx& c, const CodedRow& row, int64_t from, i
   const HostCodes<uint16_t> v(c, row.v_row, from, end);
   for (int64_t i = begin; i < end; ++i)
     for (int k = 0; k < row.K; ++k)
-      m.codes[place(i - from, k, row.K)] = encode_first(values[(i - begin) * row.K + k], decode_f16u(v.codes[place(i - from, v_element(row.row == R_M_SH, k), row.K_v)]), NEAREST);
+      m.codes[place(i - from, k, row.K)] = encode_first(values[(i - begin) * row.K + k], decode_f16u(v.codes[place(i - from, v_element(row.row == R_M_SH0, k), row.K_v)]), NEAREST);
   m.store();
 }
 
@@ -83,7 +83,7 @@ static void check_first_moments(spl_ctx& c, const CodedRow& row, int64_t from, i
   for (int64_t i = begin; i < end; ++i)
     for (int k = 0; k < row.K; ++k) {
       const float x = values[(i - begin) * row.K + k];
-      if (x != 0 && !v.codes[place(i - from, v_element(row.row == R_M_SH, k), row.K_v)])
+      if (x != 0 && !v.codes[place(i - from, v_element(row.row == R_M_SH0, k), row.K_v)])
         fail(SPL_E_ARGUMENT, "%s: Gaussian %lld has %g, but no second moment to scale it by; write %s first", c.info(row.row).name, (long long)i, x, c.info(row.v_row).name);
     }
 }
@@ -95,9 +95,9 @@ static void write_second_moments(spl_ctx& c, const CodedRow& row, int64_t from, 
   HostCodes<uint8_t> m(c, m_row, from, end);
   for (int64_t i = begin; i < end; ++i) {
     float m_now[48];
-    for (int k = 0; k < K_m; ++k) m_now[k] = decode_f8(m.codes[place(i - from, k, K_m)]) * decode_f16u(v.codes[place(i - from, v_element(m_row == R_M_SH, k), row.K)]);
+    for (int k = 0; k < K_m; ++k) m_now[k] = decode_f8(m.codes[place(i - from, k, K_m)]) * decode_f16u(v.codes[place(i - from, v_element(m_row == R_M_SH0, k), row.K)]);
     for (int k = 0; k < row.K; ++k) v.codes[place(i - from, k, row.K)] = encode_f16u(sqrtf(values[(i - begin) * row.K + k]), NEAREST);
-    for (int k = 0; k < K_m; ++k) m.codes[place(i - from, k, K_m)] = encode_first(m_now[k], decode_f16u(v.codes[place(i - from, v_element(m_row == R_M_SH, k), row.K)]), NEAREST);
+    for (int k = 0; k < K_m; ++k) m.codes[place(i - from, k, K_m)] = encode_first(m_now[k], decode_f16u(v.codes[place(i - from, v_element(m_row == R_M_SH0, k), row.K)]), NEAREST);
   }
   v.store();
   m.store();

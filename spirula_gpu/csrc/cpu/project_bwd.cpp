@@ -89,13 +89,13 @@ static SPL_FN AdamStep adam_step(const spl_ctx& c, const spl_hyper& h, int steps
   return {h.beta1, h.beta2, h.eps, correction(h.beta1, steps), correction(h.beta2, steps)};
 }
 
-// Parameters and moments of one Gaussian in fp32: mean, quat, log scale, opacity, SH. Of SH v holds one a degree.
+// Parameters and moments of one Gaussian in fp32: mean, quat, log scale, opacity, SH. Of SH m holds degree 0, v one a degree.
 constexpr int N_PARAMETERS = R_SH + 1;
 static_assert(R_MEAN == 0 && R_M_MEAN == N_PARAMETERS && R_V_MEAN == 2 * N_PARAMETERS, "rows in this order");
 struct State { float *x[N_PARAMETERS], *m[N_PARAMETERS], *v[N_PARAMETERS]; };
-struct Sizes { int x[N_PARAMETERS], v[N_PARAMETERS], element[N_PARAMETERS]; };  // element: the number of a row's first, among x, m and v alike
+struct Sizes { int x[N_PARAMETERS], m[N_PARAMETERS], v[N_PARAMETERS], element[N_PARAMETERS]; };  // element: the number of a row's first, among x, m and v alike
 static SPL_FN Sizes sizes_of(const Work& w) {
-  return {{3, 4, 3, 1, w.s.sh_floats}, {3, 4, 3, 1, w.c.params.sh_degree + 1}, {0, 3, 7, 10, FIRST_SH_ELEMENT}};
+  return {{3, 4, 3, 1, w.s.sh_floats}, {3, 4, 3, 1, 3}, {3, 4, 3, 1, w.c.params.sh_degree + 1}, {0, 3, 7, 10, FIRST_SH_ELEMENT}};
 }
 
 static SPL_FN State state_in_rows(const Work& w, int64_t gi) {
@@ -103,7 +103,7 @@ static SPL_FN State state_in_rows(const Work& w, int64_t gi) {
   State s;
   for (int r = 0; r < N_PARAMETERS; ++r) {
     s.x[r] = w.c.row<float>(R_MEAN + r) + gi * size.x[r];
-    s.m[r] = w.c.row<float>(R_M_MEAN + r) + gi * size.x[r];
+    s.m[r] = w.c.row<float>(R_M_MEAN + r) + gi * size.m[r];
     s.v[r] = w.c.row<float>(R_V_MEAN + r) + gi * size.v[r];
   }
   return s;
@@ -142,8 +142,9 @@ static SPL_FN bool adam_update(const Work& w, int64_t gi, const Gaussian& g, Tot
   float *x = s.x[R_SH], *m = s.m[R_SH], *v = s.v[R_SH];
   for (int l = 0; l <= w.v.sh_degree; ++l) {
     const float rate = adam_band(v[l], squares[l], l, l ? h.lr_sh_rest : h.lr_sh0, a);
+    if (l == 0) for (int i = 0; i < 3; ++i) t.sh[i] = m[i] = a.beta1 * m[i] + (1 - a.beta1) * t.sh[i];
 #pragma GCC ivdep
-    for (int i = band_begin(l); i < band_begin(l + 1); ++i) adam_in_band(x[i], m[i], t.sh[i], rate, a);
+    for (int i = band_begin(l); i < band_begin(l + 1); ++i) x[i] -= rate * t.sh[i];
   }
   if (!(h.noise > 0) || !noisy(g.opacity)) return true;
   const Vec3 noise = position_noise(g, h.noise * lr_mean, h.seed, (uint32_t)gi, (uint32_t)steps);
@@ -170,7 +171,7 @@ static SPL_FN State decode_state(const Work& w, int64_t gi, const Sizes& size, B
     const uint16_t* roots = w.c.row<uint16_t>(R_V_MEAN + r);
     const uint8_t* firsts = w.c.row<uint8_t>(R_M_MEAN + r);
     for (int k = 0; k < size.v[r]; ++k) s.v[r][k] = decode_f16u(roots[place(gi, k, size.v[r])]);
-    for (int k = 0; k < size.x[r]; ++k) s.m[r][k] = decode_f8(firsts[place(gi, k, size.x[r])]) * s.v[r][v_element(r == R_SH, k)];
+    for (int k = 0; k < size.m[r]; ++k) s.m[r][k] = decode_f8(firsts[place(gi, k, size.m[r])]) * s.v[r][v_element(r == R_SH, k)];
     for (int k = 0; k < size.v[r]; ++k) s.v[r][k] *= s.v[r][k];
   }
   s.x[R_MEAN] = w.c.row<float>(R_MEAN) + 3 * gi;
@@ -187,15 +188,14 @@ static SPL_FN void encode_moments(const Work& w, int64_t gi, const Sizes& size, 
   for (int r = 0; r < N_PARAMETERS; ++r) {
     uint16_t* roots = w.c.row<uint16_t>(R_V_MEAN + r);
     uint8_t* firsts = w.c.row<uint8_t>(R_M_MEAN + r);
-    const int sizes[2] = {r == R_SH ? w.v.sh_degree + 1 : size.v[r], r == R_SH ? band_begin(w.v.sh_degree + 1) : size.x[r]};  // higher degrees wait for their turn
     float root[4];
-    for (int k = 0; k < sizes[0]; ++k) {
+    for (int k = 0; k < (r == R_SH ? w.v.sh_degree + 1 : size.v[r]); ++k) {  // higher degrees wait for their turn
       const uint16_t code = encode_f16u(sqrtf(s.v[r][k]), bits_for_v(key, size.element[r] + k));
       roots[place(gi, k, size.v[r])] = code;
       root[k] = decode_f16u(code);
     }
-    for (int k = 0; k < sizes[1]; ++k)
-      firsts[place(gi, k, size.x[r])] = encode_first(s.m[r][k], root[v_element(r == R_SH, k)], bits_for_m(random_word(key, size.element[r] + k)));
+    for (int k = 0; k < size.m[r]; ++k)
+      firsts[place(gi, k, size.m[r])] = encode_first(s.m[r][k], root[v_element(r == R_SH, k)], bits_for_m(random_word(key, size.element[r] + k)));
   }
 }
 

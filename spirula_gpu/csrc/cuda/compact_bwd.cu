@@ -174,37 +174,38 @@ template <int N> __device__ __forceinline__ void update_row(const Lane& me, cons
   }
 }
 
-// ---- SH, degree by degree ------------------------------------------------------------------------------------------------------------
+// ---- SH, degree by degree: first moments of degree 0 alone (math.h) ----------------------------------------------------------------------
 SPL_FN constexpr int band_size(int l) { return 3 * (2 * l + 1); }
 
-// The gradients of degree L times `share`; returns the sum of their squares.
-template <int L, bool MULTI> __device__ __forceinline__ float band_gradient(const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], float share, float* g) {
+// The gradients of degree L; returns the sum of their squares.
+template <int L, bool MULTI> __device__ __forceinline__ float band_gradient(const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], float* g) {
   float squares = 0;
   if constexpr (MULTI) {
 #pragma unroll
     for (int k = 0; k < band_size(L); ++k) {
       const float v = v_sh[band_begin(L) + k][threadIdx.x];
       squares += v * v;
-      g[k] = v * share;
+      g[k] = v;
     }
     return squares;
   }
-  const Vec3 v = look.v * share;
+  const Vec3 v = look.v;
   sh_basis(L, look.d.x, look.d.y, look.d.z, [&](int k, float b, float, float, float) {
     if (k < L * L) return;
     float* at = g + 3 * (k - L * L);
     at[0] = b * v.x; at[1] = b * v.y; at[2] = b * v.z;
     squares += b * b;
   });
-  return squares * dot(look.v, look.v);
+  return squares * dot(v, v);
 }
 
-template <int L> struct Band { int x[band_size(L)], m[band_size(L)]; uint16_t v; };
+template <int L> struct Band { int x[band_size(L)], m[L ? 1 : 3]; uint16_t v; };
 template <int L> __device__ __forceinline__ Band<L> load_band(const CompactWork& w, const Lane& me) {
   Band<L> o;
   load_codes<band_size(L)>(mine(w.sh.x, w.floats) + band_begin(L) * THREADS, me.exists, o.x);
+  if constexpr (L == 0)
 #pragma unroll
-  for (int k = 0; k < band_size(L); ++k) o.m[k] = me.updated ? mine((const int8_t*)w.sh.m, w.floats)[(band_begin(L) + k) * THREADS] : 0;
+    for (int k = 0; k < 3; ++k) o.m[k] = me.updated ? mine((const int8_t*)w.sh.m, 3)[k * THREADS] : 0;
   o.v = me.updated ? mine(w.sh.v, w.bands)[L * THREADS] : 0;
   return o;
 }
@@ -212,18 +213,21 @@ template <int L> __device__ __forceinline__ Band<L> load_band(const CompactWork&
 template <int L, bool MULTI> __device__ __forceinline__ void update_band(const CompactWork& w, const Lane& me, const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], const Band<L>& codes, int e, float* x) {
   const float was = decode_f16u(codes.v);
   float v = was * was, g[band_size(L)];
-  const float squares = band_gradient<L, MULTI>(look, v_sh, 1 - me.adam.beta1, g);
-  const float rate = fminf(adam_band(v, squares, L, (L ? w.o.h.lr_sh_rest : w.o.h.lr_sh0) * inverse_step_of(e), me.adam), 3e38f);  // times a moment of 0 is 0
+  const float squares = band_gradient<L, MULTI>(look, v_sh, g);
+  const float rate = fminf(adam_band(v, squares, L, (L ? w.o.h.lr_sh_rest : w.o.h.lr_sh0) * inverse_step_of(e), me.adam), 3e38f);  // times a gradient of 0 is 0
   const uint16_t v_code = encode_f16u(fast_root(v), bits_for_v(me.key, FIRST_SH_ELEMENT + L));
-  const float root = decode_f16u(v_code), inverse = root > 0 ? __fdividef(1 / F8_UNIT, root) : 0.0f;
-  const float kept = me.adam.beta1 * was * F8_UNIT;
   mine(w.sh.v, w.bands)[L * THREADS] = v_code;
+  if constexpr (L == 0) {
+    const float root = decode_f16u(v_code), inverse = root > 0 ? __fdividef(1 / F8_UNIT, root) : 0.0f;
+    const float kept = me.adam.beta1 * was * F8_UNIT;
 #pragma unroll
-  for (int k = 0; k < band_size(L); ++k) {
-    const float moment = f8_units(codes.m[k]) * kept + g[k];
-    x[k] -= rate * moment;
-    mine(w.sh.m, w.floats)[(band_begin(L) + k) * THREADS] = encode_f8(fabsf(moment) * inverse + F8_ORIGIN, moment, bits_for_m(random_word(me.key, FIRST_SH_ELEMENT + band_begin(L) + k)));
+    for (int k = 0; k < 3; ++k) {
+      g[k] = f8_units(codes.m[k]) * kept + (1 - me.adam.beta1) * g[k];
+      mine(w.sh.m, 3)[k * THREADS] = encode_f8(fabsf(g[k]) * inverse + F8_ORIGIN, g[k], bits_for_m(random_word(me.key, FIRST_SH_ELEMENT + k)));
+    }
   }
+#pragma unroll
+  for (int k = 0; k < band_size(L); ++k) x[k] -= rate * g[k];
 }
 
 template <int L, bool MULTI, class S> __device__ __forceinline__ void propose_band(const CompactWork& w, S& s, const Lane& me, const Look& look, const Band<L>& codes, int e, float* x) {
@@ -370,7 +374,7 @@ void train_compact(spl_ctx& c, const View& v, const spl_hyper& h) {
   w.quat = coded(R_QUAT, R_M_QUAT, R_V_QUAT);
   w.log_scale = coded(R_LOG_SCALE, R_M_LOG_SCALE, R_V_LOG_SCALE);
   w.opacity = coded(R_OPACITY, R_M_OPACITY, R_V_OPACITY);
-  w.sh = coded(R_SH, R_M_SH, R_V_SH);
+  w.sh = coded(R_SH, R_M_SH0, R_V_SH);
   w.exponents = c.row<int8_t>(R_EXPONENTS);
   w.mask = c.row<uint32_t>(R_MASK); w.scan = c.row<int64_t>(R_SCAN); w.camera = c.row<uint16_t>(R_CAMERA); w.v_screen = c.row<float>(R_V_SCREEN);
   w.n = c.source.n;

@@ -9,7 +9,7 @@ namespace spl {
 
 constexpr int THREADS = 128;
 
-struct Parameters { float *mean, *quat, *log_scale, *opacity, *sh; };  // of second moments: sh holds one a degree
+struct Parameters { float *mean, *quat, *log_scale, *opacity, *sh; };  // of first moments: sh holds degree 0; of second ones, one a degree
 struct Work {
   Source s;
   const uint32_t* gaussian; const uint16_t* camera; const float* v_screen;
@@ -29,7 +29,7 @@ template <int FLOATS, bool MULTI> struct Shared {
   float raw[THREADS][11];  // gradients of mean, quat, scale, opacity
   uint32_t gaussian[THREADS];
   float c1[THREADS], c2[THREADS], lr_mean[THREADS];
-  float rate[4][THREADS];  // what multiplies the first moments of a degree
+  float rate[4][THREADS];  // what multiplies the gradients of a degree; of degree 0, its first moments
   __device__ __forceinline__ float* v(int t) { return MULTI ? v_sh[t] : sh[t]; }
 };
 
@@ -103,7 +103,7 @@ template <int D, bool SQUARE> __device__ __forceinline__ float sum_bands(const f
   return total;
 }
 
-// Second moments of the SH coefficients, and what follows from them.
+// Moments of the SH coefficients, and what follows from them. The first moments of degree 0 take the place of its gradients.
 template <int D, class S> __device__ __forceinline__ void begin_bands(const Work& w, int64_t gi, const float* squares, S& s) {
   const int me = threadIdx.x;
   const AdamStep a = {w.o.h.beta1, w.o.h.beta2, w.o.h.eps, s.c1[me], s.c2[me]};
@@ -113,6 +113,9 @@ template <int D, class S> __device__ __forceinline__ void begin_bands(const Work
 #pragma unroll
   for (int l = 0; l <= D; ++l) s.rate[l][me] = adam_band(v[l], squares[l], l, l ? w.o.h.lr_sh_rest : w.o.h.lr_sh0, a);
   if (D == 3) *(float4*)at = *(const float4*)v; else for (int l = 0; l <= D; ++l) at[l] = v[l];
+  float *m = w.m.sh + 3 * gi, *g = s.v(me);
+#pragma unroll
+  for (int k = 0; k < 3; ++k) g[k] = m[k] = a.beta1 * m[k] + (1 - a.beta1) * g[k];
 }
 
 // What the warp needs for the Adam steps of one Gaussian. False: there is none.
@@ -172,22 +175,15 @@ template <int FLOATS, bool MULTI> __device__ __forceinline__ void write_sh(const
     in_memory_order<FLOATS, 1, 3>(which, base, [&](int, int t, int k) { w.x.sh[(int64_t)s.gaussian[t] * w.s.sh_floats + k] = s.v(t)[k]; });
 }
 
-__device__ __forceinline__ int band_of(int k) { return (k >= band_begin(1)) + (k >= band_begin(2)) + (k >= band_begin(3)); }
-
 template <int FLOATS, int WIDE, bool MULTI> __device__ __forceinline__ void adam_sh(const Work& w, Shared<FLOATS, MULTI>& s, uint32_t which) {
-  constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 4 == 0 ? 4 : 3;
+  constexpr int TIMES = FLOATS / WIDE, STEP = TIMES % 6 == 0 ? 6 : 3;
   for (int base = 0; base < TIMES; base += STEP) {
-    Pack<WIDE> x[STEP], m[STEP];
+    Pack<WIDE> x[STEP];
+    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) { x[j] = load_pack<WIDE>(w.x.sh + (int64_t)s.gaussian[t] * w.s.sh_floats + k); });
     in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
-      const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      m[j] = load_pack<WIDE>(w.m.sh + at); x[j] = load_pack<WIDE>(w.x.sh + at);
-    });
-    in_memory_order<FLOATS, WIDE, STEP>(which, base, [&](int j, int t, int k) {
-      const int64_t at = (int64_t)s.gaussian[t] * w.s.sh_floats + k;
-      const AdamStep a = {w.o.h.beta1, w.o.h.beta2, w.o.h.eps, 0, 0};
 #pragma unroll
-      for (int e = 0; e < WIDE; ++e) adam_in_band(x[j].f[e], m[j].f[e], s.v(t)[k + e], s.rate[band_of(k + e)][t], a);
-      store_pack<WIDE>(w.x.sh + at, x[j]); store_pack<WIDE>(w.m.sh + at, m[j]);
+      for (int e = 0; e < WIDE; ++e) x[j].f[e] -= s.rate[band_of(k + e)][t] * s.v(t)[k + e];
+      store_pack<WIDE>(w.x.sh + (int64_t)s.gaussian[t] * w.s.sh_floats + k, x[j]);
     });
   }
 }
@@ -333,7 +329,7 @@ void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
   if (v.n_cameras > 1 && w.nnz) find_heads(c, w);
   if (sink.hyper) {
     w.x = map_rows(c, R_MEAN, R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH);
-    w.m = map_rows(c, R_M_MEAN, R_M_QUAT, R_M_LOG_SCALE, R_M_OPACITY, R_M_SH);
+    w.m = map_rows(c, R_M_MEAN, R_M_QUAT, R_M_LOG_SCALE, R_M_OPACITY, R_M_SH0);
     w.v = map_rows(c, R_V_MEAN, R_V_QUAT, R_V_LOG_SCALE, R_V_OPACITY, R_V_SH);
     w.o = optimiser_of(c, *sink.hyper, w.nnz);
     w.bands = c.params.sh_degree + 1;
