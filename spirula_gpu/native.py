@@ -230,7 +230,7 @@ class Engine:
 
     backend auto: cuda where its library and a usable device are there, else cpu; `backend_reason` says why. A CUDA
     library that is there but cannot be used is also reported once as a RuntimeWarning.
-    precision full: fp32, 368 bytes a Gaussian at degree 3; compact: 16-bit parameters (positions stay fp32), 8- and 16-bit moments, 184 bytes."""
+    precision full: fp32, 368 bytes a Gaussian at degree 3; compact: 16-bit parameters (positions stay fp32), 8-bit SH beyond degree 0, 8- and 16-bit moments, 142 bytes."""
 
     def __init__(self, backend: str = "auto", *, sh_degree: int = 3, max_gaussians: int = 1_000_000, budget_bytes: int = 0, threads: int = 0,
                  device: int = 0, arena_alias: bool = True, arena_debug: bool = False, precision: str = "full"):

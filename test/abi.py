@@ -145,7 +145,7 @@ class Context:
         return dict(mean=(3,), quat=(4,), log_scale=(3,), sh=(K, 3), sh0=(3,)).get(last, ()), np.int32 if last in ("owner", "steps") else np.float32
 
     def map_rows(self) -> dict[str, np.ndarray]:
-        return {name: self.read(name) for name in self.report() if name.split(".")[0] in ("map", "adam", "stat") and name != "map.exponents"}
+        return {name: self.read(name) for name in self.report() if name.split(".")[0] in ("map", "adam", "stat") and name not in ("map.exponents", "map.sh_rest")}
 
     # ---- memory
     def report(self) -> dict[str, object]:

@@ -47,20 +47,28 @@ def codes(context, row, dtype):
     return context.buffer(row, dtype).reshape(-1, K, BLOCK).transpose(0, 2, 1).reshape(-1, K)[:len(context)]
 
 
-def groups(row, degree):
-    """[(place in the 8 exponents of a block, elements of the row)]"""
-    if row != "sh":
-        return [(CODED.index(row), slice(None))]
-    return [(3 + l, slice(3 * l * l, 3 * (l + 1)**2)) for l in range(degree + 1)]
+def exponents(context):
+    """[blocks,4], in the order of CODED; of SH, degree 0."""
+    return context.buffer("map.exponents", "i1").reshape(-1, 4).astype(int)
+
+
+def rest(context):
+    """SH beyond degree 0: codes [n,K-3] and exponents [n,degree], from map.sh_rest: of a degree first its exponent, then its codes."""
+    n, D = len(context), context.sh_degree
+    if not n or not D:
+        return np.empty((n, 3 * (D + 1)**2 - 3), int), np.empty((n, D), int)
+    stored, begin = context.buffer("map.sh_rest", "i1").reshape(n, -1).astype(int), [3 * l * l + l - 4 for l in range(D + 2)]
+    return np.concatenate([stored[:, begin[l] + 1:begin[l + 1]] for l in range(1, D + 1)], 1), stored[:, begin[1:-1]]
 
 
 def steps(context, row):
     """[n,K]: what one code is worth."""
-    exponents = context.buffer("map.exponents", "i1").reshape(-1, 8).astype(int)
-    out = np.empty(codes(context, "map." + row, "i2").shape)
-    for place, elements in groups(row, context.sh_degree):
-        out[:, elements] = 2.0**(np.repeat(exponents[:, place], BLOCK)[:len(context)] - 15)[:, None]
-    return out
+    n, D = len(context), context.sh_degree
+    block = 2.0**(np.repeat(exponents(context)[:, CODED.index(row)], BLOCK)[:n] - 15)[:, None]
+    if row != "sh":
+        return np.broadcast_to(block, codes(context, "map." + row, "i2").shape)
+    each = 2.0**(rest(context)[1] - 7)
+    return np.concatenate([np.repeat(block, 3, 1), *(np.repeat(each[:, [l - 1]], 3 * (2 * l + 1), 1) for l in range(1, D + 1))], 1)
 
 
 def flat(context, name):

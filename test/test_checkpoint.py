@@ -209,7 +209,7 @@ def test_one_chunk_of_the_map_is_in_memory_at_once(monkeypatch):
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1 << 18)
     mapper = Mapper(config())
     feed(mapper, range(3))
-    n, K = 40_000, (mapper._engine.sh_degree + 1) ** 2
+    n, K = 60_000, (mapper._engine.sh_degree + 1) ** 2
     mapper._engine.append(np.random.default_rng(0).normal(size=(n, 3)), np.tile([1, 0, 0, 0], (n, 1)), np.full((n, 3), -4.0), np.zeros(n), np.zeros((n, K, 3)))
     size = sum(row.used_bytes for row in mapper._engine.saved_rows().values())
     resumed = Mapper(config())

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from abi import ARGUMENT, AbiError, Context, hyper_of, target_of, view_of
-from coded import BLOCK, CODED, RAW, codes, compact, copy, f8_step, flat, groups, moments, scene, steps, twins
+from coded import BLOCK, CODED, RAW, codes, compact, copy, exponents, f8_step, flat, moments, rest, scene, steps, twins
 from scenes import cameras, gaussians
 from spirula_gpu.metrics import psnr
 
@@ -12,15 +12,15 @@ pytestmark = pytest.mark.usefixtures("backend")  # every test with each backend
 
 # ---- bytes and codes
 
-@pytest.mark.parametrize("degree, full_bytes, compact_bytes", [(0, 176, 88), (1, 216, 108), (2, 280, 140), (3, 368, 184)])
+@pytest.mark.parametrize("degree, full_bytes, compact_bytes", [(0, 176, 88), (1, 216, 102), (2, 280, 120), (3, 368, 142)])
 def test_bytes_a_gaussian(degree, full_bytes, compact_bytes):
     for context, want in ((Context(sh_degree=degree), full_bytes), (compact(degree), compact_bytes)):
         rows = [r for name, r in context.report().items() if not r.aliased and name not in ("arena", "map.exponents")]
         assert sum(r.item_bytes for r in rows) == want
-    assert "map.exponents" not in Context().report() and compact().report()["map.exponents"].item_bytes == 8
+    assert "map.exponents" not in Context().report() and compact().report()["map.exponents"].item_bytes == 4
     context = compact(degree)
     context.append(gaussians(300, degree))
-    assert context.report()["map.exponents"].used_bytes == 16 and context.report()["map.mean"].used_bytes == 300 * 12
+    assert context.report()["map.exponents"].used_bytes == 8 and context.report()["map.mean"].used_bytes == 300 * 12
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2, 3])
@@ -32,11 +32,14 @@ def test_parameters_are_the_nearest_codes_of_the_finest_exponent(degree):
     np.testing.assert_array_equal(context.read("map.mean"), g.means)
     for row in CODED:
         x, code, step = given[row].reshape(700, -1), codes(context, "map." + row, "i2"), steps(context, row)
+        for block in np.split(np.abs(code.astype(int)), range(BLOCK, 700, BLOCK)):
+            assert 16383 <= block.max() <= 32767, row
+        if row == "sh":
+            code = np.concatenate([code, rest(context)[0]], 1)
         np.testing.assert_array_equal(flat(context, "map." + row), code * step)
         assert (np.abs(code * step - x) <= 0.5001 * step).all(), row
-        for _, elements in groups(row, degree):
-            for block in np.split(np.abs(code[:, elements].astype(int)), range(BLOCK, 700, BLOCK)):
-                assert 16383 <= block.max() <= 32767, row
+    for l, of_degree in enumerate(np.split(np.abs(rest(context)[0]), [3 * (l * l - 1) for l in range(2, degree + 1)], 1) if degree else [], 1):
+        assert 63 <= of_degree.max(1).min() and of_degree.max() <= 127, f"degree {l}"
 
 
 def test_zero_is_zero_and_what_was_read_can_be_written():
@@ -184,7 +187,7 @@ def test_blocks_without_a_visible_gaussian_stay_as_they_are():
     context.append(g)
     names = [n for n in context.report() if n.split(".")[0] in ("map", "adam", "stat")]
     before, rows = {n: context.buffer(n, "u1") for n in names}, context.map_rows()
-    exponents = context.buffer("map.exponents", "i1").reshape(-1, 8)
+    exponent = exponents(context)
     for i in range(300):
         context.train_step(view, target, hyper_of(noise=10.0, opacity_reg=0.1, scale_reg=0.1, seed=i, lr_sh0=1e-2))
     for name in names:
@@ -193,10 +196,11 @@ def test_blocks_without_a_visible_gaussian_stay_as_they_are():
         assert (after[block:3 * block] == was[block:3 * block]).all(), name
         assert (after != was).any() or name == "map.owner"
     for row in CODED:
-        for place, elements in groups(row, 1):
-            same = np.repeat((context.buffer("map.exponents", "i1").reshape(-1, 8) == exponents)[:, place], BLOCK)[:len(g.means)]
-            unseen = hidden & same
-            np.testing.assert_array_equal(flat(context, "map." + row)[unseen][:, elements], rows["map." + row].reshape(len(same), -1)[unseen][:, elements])
+        unseen = hidden & np.repeat((exponents(context) == exponent)[:, CODED.index(row)], BLOCK)[:len(g.means)]
+        np.testing.assert_array_equal(flat(context, "map." + row)[unseen], rows["map." + row].reshape(len(unseen), -1)[unseen])
+    item = context.report()["map.sh_rest"].item_bytes
+    stored, was = (x.reshape(-1, item) for x in (context.buffer("map.sh_rest", "u1"), before["map.sh_rest"]))
+    np.testing.assert_array_equal(stored[hidden], was[hidden])
 
 
 @pytest.mark.parametrize("switch", [dict(threads=1), dict(arena_alias=0), dict(arena_debug=1)])

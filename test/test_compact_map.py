@@ -133,7 +133,7 @@ def test_a_render_is_that_of_full_precision():
             context.append(g)
             images.append(context.render(view))
         for a, b in zip(*images):
-            assert np.abs(a - b).mean() < 2e-4 and (np.abs(a - b) > 5e-3).mean() < 2e-3, degree
+            assert np.abs(a - b).mean() < (1e-3 if degree else 2e-4) and (np.abs(a - b) > 5e-3).mean() < 2e-3, degree  # 8 bits of SH beyond degree 0
 
 
 @pytest.mark.parametrize("field, value", [("means", np.nan), ("quats", np.nan), ("quats", 0), ("scales", np.inf), ("scales", np.nan), ("scales", 1e20),
@@ -209,7 +209,7 @@ def test_engine_and_mapper_speak_fp32(backend, tmp_path):
     with Engine(backend, sh_degree=1, precision="compact") as engine:
         g = gaussians(300, 1)
         engine.append(g.means, g.quats, np.log(g.scales), np.zeros(300), g.sh)
-        np.testing.assert_allclose(engine.read("map.sh"), g.sh, atol=2e-4)
+        np.testing.assert_allclose(engine.read("map.sh"), g.sh, atol=np.abs(g.sh).max() / 250)  # 8 bits beyond degree 0
         assert {engine.read("map." + name).dtype for name in RAW} == {np.dtype(np.float32)}
     mapper = Mapper(replaced(Config(), {"engine.backend": backend, "engine.precision": "compact", "engine.threads": 1}))
     assert {r.name: r for r in mapper.vram().rows}["map.exponents"].used == 0

@@ -274,7 +274,7 @@ def test_a_closed_loop_moves_everything_that_has_a_pose_and_the_map_recovers():
     for m in (never, mapper, left):
         m.train(steps=300)
     best, closed, worst = psnr(never), psnr(mapper), psnr(left)
-    assert best - worst > 5 and best - closed < 0.15 * (best - worst), (best, closed, worst)
+    assert best - worst > 5 and best - closed < 0.2 * (best - worst), (best, closed, worst)
 
 
 def test_frames_that_wait_are_corrected_too():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from abi import ARGUMENT, CAPACITY, MEMORY, AbiError, Context, hyper_of, view_of
-from coded import BLOCK, CODED, codes, compact, flat, scene, steps
+from coded import BLOCK, CODED, codes, compact, exponents, flat, scene, steps
 from scenes import gaussians, look
 from spirula_gpu.config import replaced
 from spirula_gpu.mapper import Mapper
@@ -163,7 +163,7 @@ def test_blocks_in_which_nothing_moves_keep_their_codes():
     context = map_of(1, 1000)
     sort(context)
     before = {name: codes(context, name, "i2") for name in ("map.quat", "map.sh")}
-    exponents = context.buffer("map.exponents", "i1").reshape(-1, 8)
+    exponent = exponents(context)
     mean = context.read("map.mean")
     mean[[600, 601]] = mean[[601, 600]]
     context.write("map.mean", mean)
@@ -171,7 +171,7 @@ def test_blocks_in_which_nothing_moves_keep_their_codes():
     outside = np.arange(1000) // BLOCK != 600 // BLOCK
     for name in before:
         np.testing.assert_array_equal(codes(context, name, "i2")[outside], before[name][outside])
-    np.testing.assert_array_equal(np.delete(context.buffer("map.exponents", "i1").reshape(-1, 8), 600 // BLOCK, 0), np.delete(exponents, 600 // BLOCK, 0))
+    np.testing.assert_array_equal(np.delete(exponents(context), 600 // BLOCK, 0), np.delete(exponent, 600 // BLOCK, 0))
 
 
 def test_exponents_follow_what_a_block_holds():
@@ -185,11 +185,11 @@ def test_exponents_follow_what_a_block_holds():
     context.append(g)
     context.precision = 1
     before = context.map_rows()
-    assert (context.buffer("map.exponents", "i1").reshape(-1, 8)[:, 3] >= 1).all()
+    assert (exponents(context)[:, 3] >= 1).all()
     sort(context)
     assert_sorted(context, before, 0.5)
     whole = (n - large.sum()) // BLOCK  # small ones come first: x < 0
-    after = context.buffer("map.exponents", "i1").reshape(-1, 8)[:, 3:5]
+    after = exponents(context)[:, 3]
     assert (after[:whole] <= -6).all() and (after[whole + 1:] >= 0).all()
 
 

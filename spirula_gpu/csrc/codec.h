@@ -1,7 +1,8 @@
 // codec.h: the codes of compact precision, the same on both backends: from the same value and the same random bits both
 // make the same code (powers of two and integers only). Zero is exactly zero, and encoding what was decoded changes nothing.
 //
-// Parameters (quat, log scale, opacity, SH): int16 with an exponent per block of 256 Gaussians and group: code * 2^(e - 15).
+// Parameters (quat, log scale, opacity, SH of degree 0): int16 with an exponent per block of 256 Gaussians and group: code * 2^(e - 15).
+// SH of higher degrees: 8 bits with an exponent per Gaussian and degree: code * 2^(e - 7).
 // First moments: an 8-bit float of u = m / sqrt(v), where v is what is stored of the second moment. Second moments: a 16-bit
 // float of sqrt(v). Rounding is stochastic where training writes (a step may be smaller than a code), to nearest elsewhere.
 #pragma once
@@ -13,9 +14,8 @@ namespace spl {
 SPL_FN int64_t place(int64_t gaussian, int k, int K) { return (gaussian / SPL_OPT_BLOCK * K + k) * SPL_OPT_BLOCK + gaussian % SPL_OPT_BLOCK; }
 
 // ---- groups: what shares an exponent -------------------------------------------------------------------------------------------
-enum Group { SPL_G_QUAT, SPL_G_LOG_SCALE, SPL_G_OPACITY, SPL_G_SH };  // + degree
-constexpr int SPL_N_GROUPS = SPL_G_SH + 4;
-static_assert(SPL_N_GROUPS <= SPL_EXPONENTS, "an exponent each");
+enum Group { SPL_G_QUAT, SPL_G_LOG_SCALE, SPL_G_OPACITY, SPL_G_SH, SPL_N_GROUPS };
+static_assert((int)SPL_N_GROUPS == (int)SPL_EXPONENTS, "an exponent each");
 constexpr int EXPONENT_MIN = -60;  // values below 2^-75 are zero
 // The largest exponents: beyond |log scale| 64 or |logit| 32 nothing that is drawn changes, and one value that is out of all
 // proportion must not cost its block the precision.
@@ -30,6 +30,7 @@ SPL_FN float power_of_two(int e) { return float_of((uint32_t)(e + 127) << 23); }
 
 // ---- rounding: 16 random bits, or NEAREST ----------------------------------------------------------------------------------------
 constexpr uint32_t NEAREST = 0x8000;
+struct Nearest { SPL_FN uint32_t operator()(int) const { return NEAREST; } };
 // 32 bits of one Gaussian's step. Words 0..58 serve its elements (11 of geometry in the order of the rows, then SH): the low half
 // its parameter, the high half its first moment. The halves of words 64.. serve the second moments: 11, then one a degree.
 constexpr int FIRST_SH_ELEMENT = 11;
@@ -77,6 +78,51 @@ SPL_FN void make_storable(float* quat, const float* log_scale, float opacity, co
 }
 
 SPL_FN float storable_sh(float x) { return finite(x) ? x : 0.0f; }  // infinity would cost the block its precision
+
+// ---- SH beyond degree 0, map.sh_rest: bytes of 32-bit words, of a degree first its exponent, then its codes --------------------------------
+SPL_FN constexpr int band_size(int l) { return 3 * (2 * l + 1); }                              // floats of degree l
+SPL_FN constexpr int rest_begin(int l) { return 3 * l * l + l - 4; }                           // the first byte of degree l: 0, 10, 26 (48)
+SPL_FN constexpr int rest_words(int degree) { return (rest_begin(degree + 1) + 3) / 4; }       // up to that degree: 0, 3, 7, 12
+constexpr int REST_WORDS = rest_words(3);
+SPL_FN int rest_byte(const uint32_t* words, int at) { return (int8_t)(words[at / 4] >> at % 4 * 8); }
+SPL_FN void set_rest_byte(uint32_t* words, int at, int value) {
+  const int shift = at % 4 * 8;
+  words[at / 4] = (words[at / 4] & ~(0xffu << shift)) | (uint32_t)(value & 0xff) << shift;
+}
+SPL_FN int rest_code(const uint32_t* words, int k) { return rest_byte(words, rest_begin(band_of(k)) + 1 + k - band_begin(band_of(k))); }  // of float k >= 3
+SPL_FN int rest_exponent(float largest) {  // the smallest with which 127 codes hold it
+  const int e = (int)((bits_of(largest) + 0x1ffff) >> 23) - 126;
+  return e < EXPONENT_MIN ? EXPONENT_MIN : e > exponent_max(SPL_G_SH) ? exponent_max(SPL_G_SH) : e;
+}
+SPL_FN float rest_step(const uint32_t* words, int l) { return power_of_two(rest_byte(words, rest_begin(l)) - 7); }
+template <int L> SPL_FN void decode_band(const uint32_t* words, float* x) {
+  const float step = rest_step(words, L);
+SPL_UNROLL
+  for (int k = 0; k < band_size(L); ++k) x[k] = step * rest_byte(words, rest_begin(L) + 1 + k);
+}
+template <int L, class Random> SPL_FN void encode_band(uint32_t* words, const float* x, Random&& random) {  // random(k): 16 bits
+  float largest = 0;
+SPL_UNROLL
+  for (int k = 0; k < band_size(L); ++k) largest = most(fabsf(x[k]), largest);  // not NaN
+  const int e = rest_exponent(largest);
+  const float inverse = power_of_two(7 - e);
+  set_rest_byte(words, rest_begin(L), e);
+SPL_UNROLL
+  for (int k = 0; k < band_size(L); ++k) {
+    const int code = encode(x[k], inverse, random(k));  // beyond 127: only where e has its largest value
+    set_rest_byte(words, rest_begin(L) + 1 + k, code > 127 ? 127 : code < -127 ? -127 : code);
+  }
+}
+SPL_FN void decode_rest(const uint32_t* words, int degree, float* sh) {  // [K,3], from degree 1 on
+  if (degree >= 1) decode_band<1>(words, sh + band_begin(1));
+  if (degree >= 2) decode_band<2>(words, sh + band_begin(2));
+  if (degree >= 3) decode_band<3>(words, sh + band_begin(3));
+}
+template <class Random> SPL_FN void encode_rest(uint32_t* words, int degree, const float* sh, Random&& random) {  // random(k): of float k of [K,3]
+  if (degree >= 1) encode_band<1>(words, sh + band_begin(1), [&](int k) { return random(band_begin(1) + k); });
+  if (degree >= 2) encode_band<2>(words, sh + band_begin(2), [&](int k) { return random(band_begin(2) + k); });
+  if (degree >= 3) encode_band<3>(words, sh + band_begin(3), [&](int k) { return random(band_begin(3) + k); });
+}
 
 // ---- first moments: sign, and k in 0..127 of f - 2 in units of 2^-10, where f is the float with bits (k + 1024) << 20: 4 bits of
 // exponent, 3 of mantissa. Even steps of 2^-12 at 0, then wider ones of at most 1/8; 0 is k = 0 without a case of its own; the largest is 120.

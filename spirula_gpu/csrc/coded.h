@@ -4,9 +4,9 @@
 
 namespace spl {
 
-struct GroupInfo { int row, first, count; };  // its elements of the row
-constexpr GroupInfo GROUPS[SPL_N_GROUPS] = {{R_QUAT, 0, 4}, {R_LOG_SCALE, 0, 3}, {R_OPACITY, 0, 1}, {R_SH, 0, 3}, {R_SH, 3, 9}, {R_SH, 12, 15}, {R_SH, 27, 21}};
-inline int first_group(int row) {
+struct GroupInfo { int row, count; };  // and its elements
+constexpr GroupInfo GROUPS[SPL_N_GROUPS] = {{R_QUAT, 4}, {R_LOG_SCALE, 3}, {R_OPACITY, 1}, {R_SH, 3}};  // of SH, degree 0
+inline int group_of(int row) {
   int group = 0;
   while (GROUPS[group].row != row) ++group;
   return group;
@@ -22,17 +22,17 @@ template <class Random> inline __attribute__((always_inline)) void encode_group(
   int8_t& e = b.exponents[group];
   int kept = 0;
   float largest = 0;
-  for (int k = g.first; k < g.first + g.count; ++k) {
+  for (int k = 0; k < g.count; ++k) {
     const int16_t* codes = b.codes + k * SPL_OPT_BLOCK;
     for (int lane = 0; lane < b.lanes; ++lane) kept = std::max(kept, changed[lane] ? 0 : abs((int)codes[lane]));
   }
   for (int lane = 0; lane < b.lanes; ++lane)
-    if (changed[lane]) for (int k = g.first; k < g.first + g.count; ++k) largest = most(fabsf(x[lane * stride + k]), largest);
+    if (changed[lane]) for (int k = 0; k < g.count; ++k) largest = most(fabsf(x[lane * stride + k]), largest);
   const float old_step = step_of(e);
   const int old = e;
   e = (int8_t)next_exponent(old, most(largest, kept * old_step), group);
   const float inverse = inverse_step_of(e);
-  for (int k = g.first; k < g.first + g.count; ++k) {
+  for (int k = 0; k < g.count; ++k) {
     int16_t* codes = b.codes + k * SPL_OPT_BLOCK;
 #pragma GCC ivdep
     for (int lane = 0; lane < b.lanes; ++lane) {  // what keeps its exponent keeps its code
@@ -42,24 +42,17 @@ template <class Random> inline __attribute__((always_inline)) void encode_group(
   }
 }
 
-// All groups of a row of K elements, x[lane * K + k], to the nearest code. Where every Gaussian changes, the exponents follow from them alone.
+// A row of K elements, x[lane * K + k], to the nearest code. Where every Gaussian changes, the exponent follows from them alone.
 inline void encode_block(const CodedBlock& b, int row, int K, const uint8_t* changed, const float* x) {
-  const bool whole = std::all_of(changed, changed + b.lanes, [](uint8_t c) { return c != 0; });
-  for (int g = 0; g < SPL_N_GROUPS; ++g) {
-    if (GROUPS[g].row != row || GROUPS[g].first >= K) continue;
-    if (whole) b.exponents[g] = EXPONENT_MIN;
-    encode_group(b, g, changed, x, K, [](int, int) { return NEAREST; });
-  }
+  const int group = group_of(row);
+  if (std::all_of(changed, changed + b.lanes, [](uint8_t c) { return c != 0; })) b.exponents[group] = EXPONENT_MIN;
+  encode_group(b, group, changed, x, K, [](int, int) { return NEAREST; });
 }
 
-// One Gaussian of a row of parameters: x [K]. `codes` and `exponents` of all blocks.
+// One Gaussian of a row of K elements: x [K]. `codes` and `exponents` of all blocks.
 inline void decode_parameters(const int16_t* codes, const int8_t* exponents, int row, int K, int64_t i, float* x) {
-  const int8_t* e = exponents_of(exponents, i);
-  for (int g = 0; g < SPL_N_GROUPS; ++g) {
-    if (GROUPS[g].row != row || GROUPS[g].first >= K) continue;
-    const float step = step_of(e[g]);
-    for (int k = GROUPS[g].first; k < GROUPS[g].first + GROUPS[g].count; ++k) x[k] = decode(codes[place(i, k, K)], step);
-  }
+  const float step = step_of(exponents_of(exponents, i)[group_of(row)]);
+  for (int k = 0; k < K; ++k) x[k] = decode(codes[place(i, k, K)], step);
 }
 
 // Which second moment scales first moment k: of SH, which has them in degree 0 alone, that of its degree.

@@ -42,6 +42,7 @@ static int map_row(const spl_ctx& c, const char* name, int64_t first, int64_t co
   if (!host) fail(SPL_E_ARGUMENT, "host is NULL");
   const int r = find_row(c, name);
   if (r >= SPL_N_MAP_ROWS) fail(SPL_E_ARGUMENT, "%s is %s", name, r == R_EXPONENTS ? "no row of Gaussians; the rows that it scales are read and written in fp32" : "scratch, not part of the map");
+  if (r == R_SH_REST) fail(SPL_E_ARGUMENT, "%s holds codes; read and write map.sh, in fp32", name);
   if (first < 0 || count < 0 || first > c.n || count > c.n - first) fail(SPL_E_ARGUMENT, "%s: %lld from %lld on, of %lld Gaussians", name, (long long)count, (long long)first, (long long)c.n);
   return r;
 }

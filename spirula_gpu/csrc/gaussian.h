@@ -18,13 +18,10 @@ SPL_FN Raw decode_raw(const Codes& c, int64_t i) {
   decode_row<1>(c.opacity, i, step_of(e[SPL_G_OPACITY]), &o.opacity);
   return o;
 }
-// The first 3 (degree+1)^2 of `floats` SH coefficients.
-SPL_FN void decode_sh(const Codes& c, int64_t i, int floats, int degree, float* x) {
-  const int8_t* e = exponents_of(c.exponents, i);
-  for (int l = 0; l <= degree; ++l) {
-    const float step = step_of(e[SPL_G_SH + l]);
-    for (int k = band_begin(l); k < band_begin(l + 1); ++k) x[k] = decode(c.sh[place(i, k, floats)], step);
-  }
+// The first 3 (degree+1)^2 SH coefficients.
+SPL_FN void decode_sh(const Codes& c, int64_t i, int degree, float* x) {
+  decode_row<3>(c.sh0, i, step_of(exponents_of(c.exponents, i)[SPL_G_SH]), x);
+  decode_rest(c.rest + i * c.words, degree, x);
 }
 
 // ---- any Source -----------------------------------------------------------------------------------------------------------------
@@ -45,7 +42,7 @@ SPL_FN bool load(const Source& s, int64_t i, Gaussian& g) {
 // SH coefficients of Gaussian i up to `degree`: where they are, or decoded into `room` [3 (degree+1)^2].
 SPL_FN const float* sh_of(const Source& s, int64_t i, int degree, float* room) {
   if (!s.codes.exponents) return s.sh + i * s.sh_floats;
-  decode_sh(s.codes, i, s.sh_floats, degree, room);
+  decode_sh(s.codes, i, degree, room);
   return room;
 }
 

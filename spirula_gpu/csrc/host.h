@@ -43,8 +43,10 @@ template <class T> const T& checked(const T* p, const char* name) {
 }
 
 struct Codes {  // of a compact map: gaussian.h decodes them
-  const int16_t *quat, *log_scale, *opacity, *sh;
+  const int16_t *quat, *log_scale, *opacity, *sh0;
   const int8_t* exponents;  // null: full precision
+  const uint32_t* rest;     // [n][words]: SH from degree 1 on
+  int words;
 };
 
 struct Source {  // the Gaussians that a call works on: the map's rows or the caller's arrays
@@ -298,7 +300,8 @@ inline Source map_source(Context& c) {
   const int floats = (int)row_info(R_SH, c.params.sh_degree).item_bytes / 4;
   if (!c.compact()) return {c.row<float>(R_MEAN), c.row<float>(R_QUAT), c.row<float>(R_LOG_SCALE), c.row<float>(R_OPACITY), c.row<float>(R_SH), c.n, floats, false, false};
   return {c.row<float>(R_MEAN), nullptr, nullptr, nullptr, nullptr, c.n, floats, false, false,
-          {c.row<int16_t>(R_QUAT), c.row<int16_t>(R_LOG_SCALE), c.row<int16_t>(R_OPACITY), c.row<int16_t>(R_SH), c.row<int8_t>(R_EXPONENTS)}};
+          {c.row<int16_t>(R_QUAT), c.row<int16_t>(R_LOG_SCALE), c.row<int16_t>(R_OPACITY), c.row<int16_t>(R_SH), c.row<int8_t>(R_EXPONENTS),
+           c.row<uint32_t>(R_SH_REST), (int)c.item_bytes(R_SH_REST) / 4}};
 }
 
 inline Source caller_source(const spl_gaussians* given) {

@@ -10,7 +10,7 @@
   X(SPL_MASK_BLOCK, 128)  /* pairs per block of the packed projection: both passes must use the same */              \
   X(SPL_MASK_WORDS, 4)    /* 32-bit words of visibility bits per block */                                            \
   X(SPL_OPT_BLOCK, 256)   /* Gaussians per optimiser block */                                                        \
-  X(SPL_EXPONENTS, 8)     /* compact: bytes of map.exponents per block; one a group of codec.h */                    \
+  X(SPL_EXPONENTS, 4)     /* compact: bytes of map.exponents per block; one a group of codec.h */                    \
   X(SPL_SCREEN_FLOATS, 10) /* x y, conic a b c, opacity, depth, r g b */                                             \
   X(SPL_VGRAD_FLOATS, 12) /* the gradients of those, then sum of weights, then sum of weight * pixel error */        \
   X(SPL_MAX_PX, 32767)    /* image edge */                                                                           \
@@ -47,14 +47,15 @@ enum Phase { SPL_PROJECT, SPL_ORDER, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_B
 // The rows of the map: always there, saved, counted in Gaussians (map.exponents: in MAP_BLOCKS). Where the bytes of the two precisions
 // differ, compact holds the codes of codec.h, else both hold the same int32 or fp32. D = sh_degree+1 of the map and K = D^2: the
 // second moments of SH coefficients are one per degree, the mean over its 3 (2 l + 1) squares, and only degree 0 has first moments
-// (math.h): 356 bytes less at degree 3.
+// (math.h): 356 bytes less at degree 3. Compact holds degree 0 of map.sh there and the others in map.sh_rest, R bytes.
 //   enum           name                   full    compact
 #define SPL_MAP_ROWS(X)                                                                                                     \
   X(R_MEAN,        "map.mean",             12,     12)                                                                      \
   X(R_QUAT,        "map.quat",             16,     8)                                                                       \
   X(R_LOG_SCALE,   "map.log_scale",        12,     6)                                                                       \
   X(R_OPACITY,     "map.logit_opacity",    4,      2)                                                                       \
-  X(R_SH,          "map.sh",               12 * K, 6 * K)                                                                   \
+  X(R_SH,          "map.sh",               12 * K, 6)                                                                       \
+  X(R_SH_REST,     "map.sh_rest",          0,      R)                                                                       \
   X(R_M_MEAN,      "adam.m.mean",          12,     3)                                                                       \
   X(R_M_QUAT,      "adam.m.quat",          16,     4)                                                                       \
   X(R_M_LOG_SCALE, "adam.m.log_scale",     12,     3)                                                                       \
@@ -144,12 +145,12 @@ struct RowInfo {
   bool arena() const { return first != SPL_PHASE_ALWAYS; }
 };
 
-// A row of 0 bytes does not exist: map.exponents in full precision.
+// A row of 0 bytes does not exist: map.exponents and map.sh_rest in full precision.
 inline RowInfo row_info(int row, int sh_degree, int precision = SPL_FULL) {
-  const int D = sh_degree + 1, K = D * D;
+  const int D = sh_degree + 1, K = D * D, R = (3 * D * D + D - 1) / 4 * 4;  // R: see rest_words
   const bool compact = precision == SPL_COMPACT;
   const RowInfo table[SPL_N_ROWS] = {
-#define X(id, name, full, small) {name, SPL_SPLAT, compact ? small : full, SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1, compact && small != full},
+#define X(id, name, full, small) {name, SPL_SPLAT, compact ? small : full, SPL_GAUSSIANS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1, compact && (full) != 0 && (small) != (full)},
       SPL_MAP_ROWS(X)
 #undef X
       {"map.exponents", SPL_SPLAT, compact ? (int)SPL_EXPONENTS : 0, SPL_MAP_BLOCKS, SPL_PHASE_ALWAYS, SPL_PHASE_ALWAYS, 1, false},

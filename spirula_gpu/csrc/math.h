@@ -8,8 +8,10 @@
 
 #if defined(__CUDACC__)
 #define SPL_FN __host__ __device__ __forceinline__
+#define SPL_UNROLL _Pragma("unroll")
 #else
 #define SPL_FN inline __attribute__((always_inline))
+#define SPL_UNROLL
 #endif
 
 namespace spl {

@@ -48,14 +48,12 @@ SPL_FN uint64_t order_key(const float* mean, float cells) {
 // A code of element k moves from one Gaussian's place to another's: to the nearest code with the exponent there.
 struct Recode {
   const int8_t *before, *after;  // exponents of all blocks
-  int group;                     // the first one of the row
-  bool sh;
-  SPL_FN int16_t operator()(int16_t code, int64_t from, int64_t to, int k) const {
-    const int g = sh ? group + band_of(k) : group;
-    return encode(decode(code, step_of(exponents_of(before, from)[g])), inverse_step_of(exponents_of(after, to)[g]), NEAREST);
+  int group;                     // of the row
+  SPL_FN int16_t operator()(int16_t code, int64_t from, int64_t to) const {
+    return encode(decode(code, step_of(exponents_of(before, from)[group])), inverse_step_of(exponents_of(after, to)[group]), NEAREST);
   }
 };
-struct AsItIs { template <class T> SPL_FN T operator()(T code, int64_t, int64_t, int) const { return code; } };
+struct AsItIs { template <class T> SPL_FN T operator()(T code, int64_t, int64_t) const { return code; } };
 
 // ---- scratch: the arena, which holds nothing between calls. 4 bytes a Gaussian of order, then room through which the rows are moved,
 // some words or elements of all Gaussians at a time: 12 bytes a Gaussian, which sorting needs too, or as much more as the arena has.

@@ -26,7 +26,7 @@ template <class F> static void in_chunks(int64_t first, int64_t count, F&& f) {
     f(from, std::max(first, from), std::min(first + count, from + CHUNK));
 }
 
-struct CodedRow { int row, K, v_row, K_v; bool parameters, first_moments; };
+struct CodedRow { int row, K, v_row, K_v; bool parameters, first_moments; };  // K: floats in fp32
 static CodedRow coded_row(const spl_ctx& c, int r) {
   const bool parameters = r <= R_SH, firsts = !parameters && r <= R_M_SH0;
   const int v_row = firsts ? r + R_V_MEAN - R_M_MEAN : r;
@@ -39,7 +39,11 @@ static void read_coded(spl_ctx& c, int r, int64_t first, int64_t count, float* t
     if (row.parameters) {
       const HostCodes<int16_t> x(c, r, from, end);
       const HostCodes<int8_t> exponents(c, R_EXPONENTS, from, end);
-      for (int64_t i = begin; i < end; ++i) decode_parameters(x.codes.data(), exponents.codes.data(), r, row.K, i - from, to + (i - first) * row.K);
+      for (int64_t i = begin; i < end; ++i) decode_parameters(x.codes.data(), exponents.codes.data(), r, (int)c.item_bytes(r) / 2, i - from, to + (i - first) * row.K);
+      if (r == R_SH && c.params.sh_degree) {
+        const HostCodes<uint32_t> rest(c, R_SH_REST, from, end);
+        for (int64_t i = begin; i < end; ++i) decode_rest(rest.codes.data() + (i - from) * rest_words(c.params.sh_degree), c.params.sh_degree, to + (i - first) * row.K);
+      }
       return;
     }
     const HostCodes<uint16_t> v(c, row.v_row, from, end);
@@ -57,16 +61,22 @@ static void read_coded(spl_ctx& c, int r, int64_t first, int64_t count, float* t
 static void write_parameters(spl_ctx& c, const CodedRow& row, int64_t from, int64_t begin, int64_t end, const float* values) {  // of `begin` on
   HostCodes<int16_t> x(c, row.row, from, end);
   HostCodes<int8_t> exponents(c, R_EXPONENTS, from, end);
-  std::vector<float> lanes(SPL_OPT_BLOCK * row.K);
+  const int K = (int)c.item_bytes(row.row) / 2;
+  std::vector<float> lanes(SPL_OPT_BLOCK * K);
   for (int64_t block = from; block < end; block += SPL_OPT_BLOCK) {
     uint8_t changed[SPL_OPT_BLOCK] = {};
     const int64_t low = std::max(begin, block), high = std::min(end, block + SPL_OPT_BLOCK);
     std::fill(changed + (low - block), changed + (high - block), 1);
-    memcpy(lanes.data() + (low - block) * row.K, values + (low - begin) * row.K, (high - low) * row.K * 4);
-    encode_block({x.codes.data() + (block - from) * row.K, exponents_of(exponents.codes.data(), block - from), (int)std::min<int64_t>(SPL_OPT_BLOCK, c.n - block)}, row.row, row.K, changed, lanes.data());
+    for (int64_t i = low; i < high; ++i) std::copy_n(values + (i - begin) * row.K, K, lanes.data() + (i - block) * K);
+    encode_block({x.codes.data() + (block - from) * K, exponents_of(exponents.codes.data(), block - from), (int)std::min<int64_t>(SPL_OPT_BLOCK, c.n - block)}, row.row, K, changed, lanes.data());
   }
   x.store();
   exponents.store();
+  if (row.row != R_SH || !c.params.sh_degree) return;
+  HostCodes<uint32_t> rest(c, R_SH_REST, from, end);
+  for (int64_t i = begin; i < end; ++i)
+    encode_rest(rest.codes.data() + (i - from) * rest_words(c.params.sh_degree), c.params.sh_degree, values + (i - begin) * row.K, Nearest{});
+  rest.store();
 }
 
 static void write_first_moments(spl_ctx& c, const CodedRow& row, int64_t from, int64_t begin, int64_t end, const float* values) {

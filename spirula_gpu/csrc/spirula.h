@@ -57,7 +57,7 @@ typedef struct {
   int32_t arena_alias;    /* 0: every arena row has bytes of its own (A/B switch; results are bit-identical on the CPU) */
   int32_t arena_debug;    /* 1: poison rows outside their phases and check canaries behind them */
   int32_t no_paging;      /* CUDA: 1 = as where the driver has no virtual memory management: growing copies, with the old and the new of one row held meanwhile */
-  int32_t precision;      /* 0: full, fp32. 1: compact: 16-bit parameters, 8- and 16-bit moments (codec.h), 184 instead of 368 bytes a Gaussian at degree 3 */
+  int32_t precision;      /* 0: full, fp32. 1: compact: 16-bit parameters, 8- and 16-bit moments (codec.h), 142 instead of 368 bytes a Gaussian at degree 3 */
 } spl_create_params;
 
 SPL_API int32_t spl_abi_version(void);

@@ -80,9 +80,14 @@ static void append_codes(spl_ctx& c, const Source& s) {
   });
   set_parameters(c, R_LOG_SCALE, c.n, n, all, [&](int64_t i, float* x) { raw_log_scale(s, i - c.n, x); });
   set_parameters(c, R_OPACITY, c.n, n, all, [&](int64_t i, float* x) { *x = raw_opacity(s, i - c.n); });
-  set_parameters(c, R_SH, c.n, n, all, [&](int64_t i, float* x) {
-    for (int k = 0; k < elements(c, R_SH); ++k) x[k] = k < s.sh_floats ? storable_sh(s.sh[(i - c.n) * s.sh_floats + k]) : 0.0f;
-  });
+  set_parameters(c, R_SH, c.n, n, all, [&](int64_t i, float* x) { for (int k = 0; k < 3; ++k) x[k] = storable_sh(s.sh[(i - c.n) * s.sh_floats + k]); });
+  if (s.sh_floats == 3) return;  // the others are 0, as they were cleared
+  const int words = rest_words(c.params.sh_degree);
+  for (int64_t i = c.n; i < n; ++i) {
+    float sh[48];
+    for (int k = 0; k < band_begin(c.params.sh_degree + 1); ++k) sh[k] = k < s.sh_floats ? storable_sh(s.sh[(i - c.n) * s.sh_floats + k]) : 0.0f;
+    encode_rest(c.row<uint32_t>(R_SH_REST) + i * words, c.params.sh_degree, sh, Nearest{});
+  }
 }
 
 void append_rows(spl_ctx& c, const Source& s, int32_t owner) {
@@ -130,7 +135,7 @@ void move_rows(spl_ctx& c, const std::vector<int>& times, int64_t n_moves, const
   else for (int64_t i = 0; i < c.n; ++i) if (times[i] > 1) relocate(c.row<float>(R_OPACITY)[i], c.row<float>(R_LOG_SCALE) + 3 * i, times[i], min_opacity);
   for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
     if (has_exponents(c, r)) continue;
-    for (int64_t i = 0; i < n_moves; ++i) if (r <= R_SH || r == R_OWNER) copy_item(c, r, dst[i], src[i]); else clear_items(c, r, dst[i], 1);
+    for (int64_t i = 0; i < n_moves; ++i) if (r <= R_SH_REST || r == R_OWNER) copy_item(c, r, dst[i], src[i]); else clear_items(c, r, dst[i], 1);
   }
 }
 

@@ -91,7 +91,7 @@ static SPL_FN AdamStep adam_step(const spl_ctx& c, const spl_hyper& h, int steps
 
 // Parameters and moments of one Gaussian in fp32: mean, quat, log scale, opacity, SH. Of SH m holds degree 0, v one a degree.
 constexpr int N_PARAMETERS = R_SH + 1;
-static_assert(R_MEAN == 0 && R_M_MEAN == N_PARAMETERS && R_V_MEAN == 2 * N_PARAMETERS, "rows in this order");
+static_assert(R_MEAN == 0 && R_V_MEAN == R_M_MEAN + N_PARAMETERS, "rows in this order");
 struct State { float *x[N_PARAMETERS], *m[N_PARAMETERS], *v[N_PARAMETERS]; };
 struct Sizes { int x[N_PARAMETERS], m[N_PARAMETERS], v[N_PARAMETERS], element[N_PARAMETERS]; };  // element: the number of a row's first, among x, m and v alike
 static SPL_FN Sizes sizes_of(const Work& w) {
@@ -177,7 +177,7 @@ static SPL_FN State decode_state(const Work& w, int64_t gi, const Sizes& size, B
   s.x[R_MEAN] = w.c.row<float>(R_MEAN) + 3 * gi;
   const Raw raw = decode_raw(w.s.codes, gi);
   memcpy(s.x[R_QUAT], &raw, sizeof raw);  // and what follows
-  decode_sh(w.s.codes, gi, w.s.sh_floats, w.v.sh_degree, s.x[R_SH]);
+  decode_sh(w.s.codes, gi, w.v.sh_degree, s.x[R_SH]);
   return s;
 }
 
@@ -204,9 +204,9 @@ static SPL_FN void encode_parameters(const Work& w, int64_t block, const Sizes& 
   const int lanes = (int)std::min<int64_t>(SPL_OPT_BLOCK, w.s.n - block * SPL_OPT_BLOCK);
   uint32_t key[SPL_OPT_BLOCK];
   for (int lane = 0; lane < lanes; ++lane) key[lane] = key_of(w, block * SPL_OPT_BLOCK + lane);
-  for (int g = 0; g < SPL_G_SH + w.v.sh_degree + 1; ++g) {
+  for (int g = 0; g < SPL_N_GROUPS; ++g) {
     const int row = GROUPS[g].row, element = size.element[row];
-    const CodedBlock codes = {w.c.row<int16_t>(row) + block * SPL_OPT_BLOCK * size.x[row], exponents_of(w.c.row<int8_t>(R_EXPONENTS), block * SPL_OPT_BLOCK), lanes};
+    const CodedBlock codes = {w.c.row<int16_t>(row) + block * SPL_OPT_BLOCK * GROUPS[g].count, exponents_of(w.c.row<int8_t>(R_EXPONENTS), block * SPL_OPT_BLOCK), lanes};
     encode_group(codes, g, b.changed, b.x[0] + element, ELEMENTS, [&](int lane, int k) SPL_INLINE { return bits_for_x(random_word(key[lane], element + k)); });
   }
 }
@@ -244,6 +244,8 @@ SPL_HOT static void train_compact_block(const Work& w, int64_t begin, int64_t en
     const State s = decode_state(w, gi, size, b);
     if (!adam_update(w, gi, g, t, s)) return;
     encode_moments(w, gi, size, s);
+    const uint32_t key = key_of(w, gi);
+    encode_rest(w.c.row<uint32_t>(R_SH_REST) + gi * w.s.codes.words, w.v.sh_degree, s.x[R_SH], [&](int k) SPL_INLINE { return bits_for_x(random_word(key, FIRST_SH_ELEMENT + k)); });
     b.changed[gi % SPL_OPT_BLOCK] = 1;
   });
   encode_parameters(w, w.gaussian[begin] / SPL_OPT_BLOCK, size, b);

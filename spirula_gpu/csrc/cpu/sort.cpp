@@ -50,7 +50,7 @@ template <class T, class Change> static void sort_elements(spl_ctx& c, int r, co
     {
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < c.n; ++i)
-        for (int k = 0; k < count; ++k) room[place(i, k, count)] = change(row[place(order[i], first + k, K)], order[i], i, first + k);
+        for (int k = 0; k < count; ++k) room[place(i, k, count)] = change(row[place(order[i], first + k, K)], order[i], i);
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < c.n; ++i)
         for (int k = 0; k < count; ++k) row[place(i, first + k, K)] = room[place(i, k, count)];
@@ -68,12 +68,12 @@ static std::vector<int8_t> new_exponents(spl_ctx& c, const uint32_t* order) {
     bool moved = false;
     for (int64_t i = begin; i < end; ++i) moved |= order[i] != i;
     for (int g = 0; g < SPL_N_GROUPS && moved; ++g) {
-      const int K = (int)c.item_bytes(GROUPS[g].row) / 2;
+      const int K = GROUPS[g].count;
       const int16_t* codes = c.row<int16_t>(GROUPS[g].row);
       float largest = 0;
-      for (int k = GROUPS[g].first; k < GROUPS[g].first + GROUPS[g].count && k < K; ++k)
+      for (int k = 0; k < K; ++k)
         for (int64_t i = begin; i < end; ++i) largest = most(fabsf(decode(codes[place(order[i], k, K)], step_of(exponents_of(before, order[i])[g]))), largest);
-      if (GROUPS[g].first < K) exponents_of(after.data(), begin)[g] = (int8_t)exponent_for(largest, g);
+      exponents_of(after.data(), begin)[g] = (int8_t)exponent_for(largest, g);
     }
   }
   return after;
@@ -91,7 +91,7 @@ int64_t sort_rows(spl_ctx& c) {
     if (!c.info(r).coded) sort_words(c, r, order, (uint32_t*)room, room_bytes);
     else if (r >= R_V_MEAN) sort_elements(c, r, order, (uint16_t*)room, room_bytes, AsItIs{});
     else if (r > R_SH) sort_elements(c, r, order, room, room_bytes, AsItIs{});
-    else sort_elements(c, r, order, (int16_t*)room, room_bytes, Recode{c.row<int8_t>(R_EXPONENTS), after.data(), first_group(r), r == R_SH});
+    else sort_elements(c, r, order, (int16_t*)room, room_bytes, Recode{c.row<int8_t>(R_EXPONENTS), after.data(), group_of(r)});
   }
   std::copy(after.begin(), after.end(), c.row<int8_t>(R_EXPONENTS));
   scratch.give_back();

@@ -12,14 +12,14 @@ constexpr uint32_t NOTHING = UINT32_MAX;  // in a table of Gaussians
 
 struct ParameterRow {
   int16_t* codes; int8_t* exponents;
-  int K, group, groups;  // elements; the first of its groups of exponents, and how many
+  int K, group;  // elements, exponent
   __device__ int16_t* block(int64_t b) const { return codes + b * K * THREADS + threadIdx.x; }  // element 0 of this thread; the next follow every THREADS
-  __device__ float decoded(int64_t i, int k, int g) const { return decode(codes[place(i, k, K)], step_of(exponents_of(exponents, i)[g])); }
+  __device__ float decoded(int64_t i, int k) const { return decode(codes[place(i, k, K)], step_of(exponents_of(exponents, i)[group])); }
 };
 constexpr int PARAMETER_ROWS[] = {R_QUAT, R_LOG_SCALE, R_OPACITY, R_SH};
 
 static ParameterRow parameter_row(spl_ctx& c, int r) {
-  return {c.row<int16_t>(r), c.row<int8_t>(R_EXPONENTS), (int)c.item_bytes(r) / 2, first_group(r), r == R_SH ? c.params.sh_degree + 1 : 1};
+  return {c.row<int16_t>(r), c.row<int8_t>(R_EXPONENTS), (int)c.item_bytes(r) / 2, group_of(r)};
 }
 
 __device__ __forceinline__ float block_max(float x, float* by_warp) {  // of values >= 0
@@ -32,7 +32,7 @@ __device__ __forceinline__ float block_max(float x, float* by_warp) {  // of val
 }
 
 // change.block(): of the map, to change; change.target(): of `to`, to write. change.begin(i): does Gaussian i get new parameters?
-// Then change.value(k, group) are they. Gaussians without keep their codes, unless the block needs another exponent; where all
+// Then change.value(k) are they. Gaussians without keep their codes, unless the block needs another exponent; where all
 // change, the exponents follow from them alone.
 template <class Change> __global__ void __launch_bounds__(THREADS) encode_kernel(ParameterRow row, ParameterRow to, int64_t n, Change change) {
   __shared__ float by_warp[THREADS / 32];
@@ -40,17 +40,13 @@ template <class Change> __global__ void __launch_bounds__(THREADS) encode_kernel
   const bool exists = i < n, changed = exists && change.begin(i), whole = __syncthreads_and(changed || !exists);
   const int16_t* from = row.block(block);
   int16_t* out = to.block(change.target());
-  for (int g = row.group; g < row.group + row.groups; ++g) {
-    const int l = g - SPL_G_SH, begin = l < 0 ? 0 : band_begin(l), end = l < 0 ? row.K : band_begin(l + 1);
-    const int e = row.exponents[block * SPL_EXPONENTS + g];
-    auto value = [&](int k) { return changed ? change.value(k, g) : exists ? decode(from[k * THREADS], step_of(e)) : 0.0f; };
-    float largest = 0;
-    for (int k = begin; k < end; ++k) largest = fmaxf(largest, fabsf(value(k)));
-    const int next = next_exponent(whole ? EXPONENT_MIN : e, block_max(largest, by_warp), g);
-    for (int k = begin; k < end; ++k) out[k * THREADS] = encode(value(k), inverse_step_of(next), NEAREST);
-    if (threadIdx.x == 0) to.exponents[change.target() * SPL_EXPONENTS + g] = (int8_t)next;
-    __syncthreads();  // by_warp is read
-  }
+  const int e = row.exponents[block * SPL_EXPONENTS + row.group];
+  auto value = [&](int k) { return changed ? change.value(k) : exists ? decode(from[k * THREADS], step_of(e)) : 0.0f; };
+  float largest = 0;
+  for (int k = 0; k < row.K; ++k) largest = fmaxf(largest, fabsf(value(k)));
+  const int next = next_exponent(whole ? EXPONENT_MIN : e, block_max(largest, by_warp), row.group);
+  for (int k = 0; k < row.K; ++k) out[k * THREADS] = encode(value(k), inverse_step_of(next), NEAREST);
+  if (threadIdx.x == 0) to.exponents[change.target() * SPL_EXPONENTS + row.group] = (int8_t)next;
 }
 
 // ---- new Gaussians -----------------------------------------------------------------------------------------------------------------
@@ -72,13 +68,22 @@ struct Appended {
     make_storable(quat, scales, logit_opacity(), g.sh + j * g.sh_floats, g.sh_floats);
     return true;
   }
-  __device__ float value(int k, int) const {
+  __device__ float value(int k) const {
     if (row == R_QUAT) return k == 0 ? quat[0] : k == 1 ? quat[1] : k == 2 ? quat[2] : quat[3];
     if (row == R_LOG_SCALE) return log_scale(k);
     if (row == R_OPACITY) return logit_opacity();
-    return k < g.sh_floats ? storable_sh(g.sh[j * g.sh_floats + k]) : 0.0f;
+    return storable_sh(g.sh[j * g.sh_floats + k]);
   }
 };
+
+// SH from degree 1 on; they were cleared.
+__global__ void encode_rest_kernel(NewGaussians g, int64_t n, int degree, uint32_t* rest) {
+  const int64_t j = thread_id();
+  if (j >= n) return;
+  float sh[48];
+  for (int k = 0; k < 48; ++k) sh[k] = k < g.sh_floats ? storable_sh(g.sh[j * g.sh_floats + k]) : 0.0f;
+  encode_rest(rest + (g.first + j) * rest_words(degree), degree, sh, Nearest{});
+}
 
 void encode_new(spl_ctx& c, const NewGaussians& g, int64_t n) {
   const int64_t first_block = g.first / THREADS, blocks = (g.first + n + THREADS - 1) / THREADS - first_block;
@@ -87,6 +92,9 @@ void encode_new(spl_ctx& c, const NewGaussians& g, int64_t n) {
     encode_kernel<<<(unsigned)blocks, THREADS, 0, c.stream>>>(row, row, g.first + n, Appended{g, r, first_block});
     launched("encode_kernel");
   }
+  if (g.sh_floats == 3) return;
+  encode_rest_kernel<<<blocks_for(n, 128), 128, 0, c.stream>>>(g, n, c.params.sh_degree, c.row<uint32_t>(R_SH_REST));
+  launched("encode_rest_kernel");
 }
 
 template <class T> __global__ void clear_kernel(T* row, int K, int64_t first, int64_t count) {
@@ -116,7 +124,7 @@ struct Moved {
   __device__ int64_t block() const { return blocks ? blocks[blockIdx.x] : first_block + blockIdx.x; }
   __device__ int64_t target() const { return blockIdx.x; }
   __device__ bool begin(int64_t) { source = sources[thread_id()]; return source != NOTHING; }
-  __device__ float value(int k, int g) const { return row.decoded(source, k, g); }
+  __device__ float value(int k) const { return row.decoded(source, k); }
 };
 
 __global__ void __launch_bounds__(THREADS) store_kernel(ParameterRow from, ParameterRow row, const uint32_t* blocks, int64_t first_block) {
@@ -124,7 +132,7 @@ __global__ void __launch_bounds__(THREADS) store_kernel(ParameterRow from, Param
   const int16_t* codes = from.block(blockIdx.x);
   int16_t* out = row.block(block);
   for (int k = 0; k < row.K; ++k) out[k * THREADS] = codes[k * THREADS];
-  if (threadIdx.x < row.groups) row.exponents[block * SPL_EXPONENTS + row.group + threadIdx.x] = from.exponents[blockIdx.x * (int64_t)SPL_EXPONENTS + row.group + threadIdx.x];
+  if (threadIdx.x == 0) row.exponents[block * SPL_EXPONENTS + row.group] = from.exponents[blockIdx.x * (int64_t)SPL_EXPONENTS + row.group];
 }
 
 // Room for some blocks at once: a table of their Gaussians, their own numbers, and the codes and exponents of one row.
@@ -199,12 +207,12 @@ struct Relocated {  // in place: reads nothing but its own Gaussian, before anyt
   __device__ bool begin(int64_t i) {
     const uint32_t n = times[thread_id()];
     if (n == NOTHING) return false;
-    for (int k = 0; k < 3; ++k) x[k] = scales ? log_scale.decoded(i, k, SPL_G_LOG_SCALE) : 0;
-    x[3] = opacity.decoded(i, 0, SPL_G_OPACITY);
+    for (int k = 0; k < 3; ++k) x[k] = scales ? log_scale.decoded(i, k) : 0;
+    x[3] = opacity.decoded(i, 0);
     relocate(x[3], x, (int)n, min_opacity);
     return true;
   }
-  __device__ float value(int k, int) const { return !scales ? x[3] : k == 0 ? x[0] : k == 1 ? x[1] : x[2]; }
+  __device__ float value(int k) const { return !scales ? x[3] : k == 0 ? x[0] : k == 1 ? x[1] : x[2]; }
 };
 
 // The blocks of the map in which value(i) names something, piece by piece: f(how many), with p.numbers and p.table filled.
@@ -266,14 +274,10 @@ __global__ void __launch_bounds__(THREADS) sorted_exponents_kernel(ParameterRow 
   __shared__ float by_warp[THREADS / 32];
   const int64_t i = thread_id(), source = i < n ? order[i] : i;
   if (!__syncthreads_or(source != i)) return;
-  for (int g = row.group; g < row.group + row.groups; ++g) {
-    const int l = g - SPL_G_SH, begin = l < 0 ? 0 : band_begin(l), end = l < 0 ? row.K : band_begin(l + 1);
-    float largest = 0;
-    if (i < n) for (int k = begin; k < end; ++k) largest = fmaxf(largest, fabsf(row.decoded(source, k, g)));
-    largest = block_max(largest, by_warp);
-    if (threadIdx.x == 0) after[blockIdx.x * (int64_t)SPL_EXPONENTS + g] = (int8_t)exponent_for(largest, g);
-    __syncthreads();  // by_warp is read
-  }
+  float largest = 0;
+  if (i < n) for (int k = 0; k < row.K; ++k) largest = fmaxf(largest, fabsf(row.decoded(source, k)));
+  largest = block_max(largest, by_warp);
+  if (threadIdx.x == 0) after[blockIdx.x * (int64_t)SPL_EXPONENTS + row.group] = (int8_t)exponent_for(largest, row.group);
 }
 
 // Elements first .. first + count of K, of all Gaussians in order, to `out` as if a row had `count`; a block of threads per block.
@@ -282,7 +286,7 @@ __global__ void __launch_bounds__(THREADS) sorted_elements_kernel(const T* row, 
   const int64_t i = thread_id();
   if (i >= n) return;
   const int64_t source = order[i];
-  for (int k = 0; k < count; ++k) out[place(i, k, count)] = change(row[place(source, first + k, K)], source, i, first + k);
+  for (int k = 0; k < count; ++k) out[place(i, k, count)] = change(row[place(source, first + k, K)], source, i);
 }
 template <class T> __global__ void __launch_bounds__(THREADS) store_elements_kernel(const T* from, int count, int64_t n, T* row, int K, int first) {
   const int64_t i = thread_id();
@@ -309,7 +313,7 @@ void sort_codes(spl_ctx& c, const uint32_t* order, int8_t* after, uint8_t* room,
     const ParameterRow row = parameter_row(c, r);
     sorted_exponents_kernel<<<(unsigned)blocks_of(c.n), THREADS, 0, c.stream>>>(row, order, c.n, after);
     launched("sorted_exponents_kernel");
-    sort_elements(c, row.codes, row.K, order, room, room_bytes, Recode{before, after, row.group, r == R_SH});
+    sort_elements(c, row.codes, row.K, order, room, room_bytes, Recode{before, after, row.group});
   }
   check(cudaMemcpyAsync(before, after, bytes, cudaMemcpyDeviceToDevice, c.stream), "copying exponents");
   for (int r = R_M_MEAN; r <= R_V_SH; ++r)

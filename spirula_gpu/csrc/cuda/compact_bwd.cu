@@ -11,11 +11,12 @@ constexpr int THREADS = SPL_OPT_BLOCK, WARPS = THREADS / 32;
 struct Coded { int16_t* x; uint8_t* m; uint16_t* v; };  // a row of parameters and its moments
 struct CompactWork {
   float* mean;
-  Coded of_mean, quat, log_scale, opacity, sh;  // of_mean: moments alone
+  Coded of_mean, quat, log_scale, opacity, sh0;  // of_mean: moments alone; of SH: degree 0 ..
+  uint32_t* rest;                                // .. and the others, whose first moments do not exist
   int8_t* exponents;
   const uint32_t* mask; const int64_t* scan; const uint16_t* camera; const float* v_screen;
   int64_t n, mask_blocks;
-  int floats, bands;  // of SH, that the map stores
+  int words, bands;  // of `rest` and of the second moments of SH, a Gaussian
   Optimiser o;
 };
 
@@ -33,8 +34,8 @@ struct Lane {
 
 // The exponents of the block, one a byte.
 struct Exponents {
-  int2 bytes;
-  __device__ __forceinline__ int operator[](int group) const { return (int8_t)((group < 4 ? bytes.x : bytes.y) >> 8 * (group % 4)); }
+  int bytes;
+  __device__ __forceinline__ int operator[](int group) const { return (int8_t)(bytes >> 8 * group); }
 };
 
 // One camera: the gradient of SH coefficient (k, channel) is basis_k(d) v. Several: they are in shared memory.
@@ -42,6 +43,33 @@ struct Look { Vec3 d, v; };
 
 // Element 0 of this thread's Gaussian in a row; the next ones follow every THREADS.
 template <class T> __device__ __forceinline__ T* mine(T* row, int elements) { return row + (int64_t)blockIdx.x * elements * THREADS + threadIdx.x; }
+
+// SH coefficients of a Gaussian as they are stored, up to degree D.
+template <int D> struct alignas(16) Colors { uint32_t rest[rest_words(D) ? (rest_words(D) + 3) / 4 * 4 : 4]; int sh0[3]; };
+template <int D> __device__ __forceinline__ void load_rest(const CompactWork& w, int64_t i, uint32_t* words) {
+  const uint32_t* from = w.rest + i * w.words;
+  constexpr int FOURS = rest_words(D) / 4;
+  if (w.words % 4 == 0)
+#pragma unroll
+    for (int k = 0; k < FOURS; ++k) *(uint4*)(words + 4 * k) = ((const uint4*)from)[k];
+  else
+#pragma unroll
+    for (int k = 0; k < 4 * FOURS; ++k) words[k] = from[k];
+#pragma unroll
+  for (int k = 4 * FOURS; k < rest_words(D); ++k) words[k] = from[k];
+}
+template <int D> __device__ __forceinline__ void store_rest(const CompactWork& w, int64_t i, const uint32_t* words) {
+  uint32_t* to = w.rest + i * w.words;
+  constexpr int FOURS = rest_words(D) / 4;
+  if (w.words % 4 == 0)
+#pragma unroll
+    for (int k = 0; k < FOURS; ++k) ((uint4*)to)[k] = *(const uint4*)(words + 4 * k);
+  else
+#pragma unroll
+    for (int k = 0; k < 4 * FOURS; ++k) to[k] = words[k];
+#pragma unroll
+  for (int k = 4 * FOURS; k < rest_words(D); ++k) to[k] = words[k];
+}
 
 template <int N> __device__ __forceinline__ void load_codes(const int16_t* row, bool exists, int* codes) {
 #pragma unroll
@@ -86,15 +114,17 @@ template <bool MULTI> __device__ __forceinline__ Pairs find_pairs(const CompactW
   return {begin, begin + sees};
 }
 
-// dL/d mean through the colour; several cameras: adds to the gradients of SH. code(element): in units.
-template <int D, bool MULTI, class Code> __device__ __forceinline__ Vec3 color_bwd(const Exponents& e, Vec3 mean, Vec3 center, Look& look, float (*v_sh)[MULTI ? THREADS : 1], Code&& code) {
+// dL/d mean through the colour; several cameras: adds to the gradients of SH.
+template <int D, bool MULTI> __device__ __forceinline__ Vec3 color_bwd(const Exponents& e, const Colors<D>& colors, Vec3 mean, Vec3 center, Look& look, float (*v_sh)[MULTI ? THREADS : 1]) {
   float inv;
   look.d = sh_direction(mean, center, inv);
   const Vec3 d = look.d, v = look.v;
   Vec3 vd = {0, 0, 0};
   sh_basis(D, d.x, d.y, d.z, [&](int k, float b, float bx, float by, float bz) {
-    const float along = code(3 * k) * v.x + code(3 * k + 1) * v.y + code(3 * k + 2) * v.z;
-    vd = vd + Vec3{bx, by, bz} * (along * step_of(e[SPL_G_SH + (k >= 1) + (k >= 4) + (k >= 9)]));
+    const int l = (k >= 1) + (k >= 4) + (k >= 9);
+    auto code = [&](int c) { return code_units(k ? rest_byte(colors.rest, rest_begin(l) + 1 + 3 * (k - l * l) + c) : colors.sh0[c]); };
+    const float along = code(0) * v.x + code(1) * v.y + code(2) * v.z;
+    vd = vd + Vec3{bx, by, bz} * (along * (k ? rest_step(colors.rest, l) : step_of(e[SPL_G_SH])));
     if constexpr (MULTI) {
       v_sh[3 * k][threadIdx.x] += b * v.x; v_sh[3 * k + 1][threadIdx.x] += b * v.y; v_sh[3 * k + 2][threadIdx.x] += b * v.z;
     }
@@ -104,11 +134,7 @@ template <int D, bool MULTI, class Code> __device__ __forceinline__ Vec3 color_b
 
 // The pairs [p, end) of one Gaussian.
 template <int D, bool MULTI> __device__ __forceinline__ void gather(const CompactWork& w, const Cameras& cameras, const Gaussian& g, int64_t p, int64_t end, const Exponents& e,
-                                                                    Total& t, Look& look, float (*v_sh)[MULTI ? THREADS : 1]) {
-  constexpr int FLOATS = 3 * (D + 1) * (D + 1);
-  const int16_t* sh = mine(w.sh.x, w.floats);
-  int codes[MULTI ? 1 : FLOATS];
-  if constexpr (!MULTI) load_codes<FLOATS>(sh, true, codes);  // on their way together with the row of the pair
+                                                                    const Colors<D>& colors, Total& t, Look& look, float (*v_sh)[MULTI ? THREADS : 1]) {
   do {
     const uint16_t bits = w.camera[p];
     const Camera& cam = MULTI ? cameras.many[camera_of(bits)] : cameras.one;
@@ -118,7 +144,7 @@ template <int D, bool MULTI> __device__ __forceinline__ void gather(const Compac
     t.weight += v.f[10];
     t.error += v.f[11];
     look.v = lit(bits, v.f + 7);
-    const Vec3 vm = color_bwd<D, MULTI>(e, g.mean, cam.center, look, v_sh, [&](int k) { return code_units(MULTI ? sh[k * THREADS] : codes[MULTI ? 0 : k]); });
+    const Vec3 vm = color_bwd<D, MULTI>(e, colors, g.mean, cam.center, look, v_sh);
     t.g.mean = t.g.mean + vm;
     project_bwd(g, cam, v.f, t.g, nullptr);
   } while (MULTI && ++p < end);
@@ -175,8 +201,6 @@ template <int N> __device__ __forceinline__ void update_row(const Lane& me, cons
 }
 
 // ---- SH, degree by degree: first moments of degree 0 alone (math.h) ----------------------------------------------------------------------
-SPL_FN constexpr int band_size(int l) { return 3 * (2 * l + 1); }
-
 // The gradients of degree L; returns the sum of their squares.
 template <int L, bool MULTI> __device__ __forceinline__ float band_gradient(const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], float* g) {
   float squares = 0;
@@ -199,61 +223,52 @@ template <int L, bool MULTI> __device__ __forceinline__ float band_gradient(cons
   return squares * dot(v, v);
 }
 
-template <int L> struct Band { int x[band_size(L)], m[L ? 1 : 3]; uint16_t v; };
-template <int L> __device__ __forceinline__ Band<L> load_band(const CompactWork& w, const Lane& me) {
-  Band<L> o;
-  load_codes<band_size(L)>(mine(w.sh.x, w.floats) + band_begin(L) * THREADS, me.exists, o.x);
-  if constexpr (L == 0)
-#pragma unroll
-    for (int k = 0; k < 3; ++k) o.m[k] = me.updated ? mine((const int8_t*)w.sh.m, 3)[k * THREADS] : 0;
-  o.v = me.updated ? mine(w.sh.v, w.bands)[L * THREADS] : 0;
+// Second moment of degree L, as it was and as it is stored now, and what its gradients are multiplied by.
+struct Rate { float was, now, rate; };
+template <int L> __device__ __forceinline__ Rate step_band(const CompactWork& w, const Lane& me, uint16_t code, float squares, float lr) {
+  Rate o;
+  o.was = decode_f16u(code);
+  float v = o.was * o.was;
+  o.rate = fminf(adam_band(v, squares, L, lr, me.adam), 3e38f);  // times a gradient of 0 is 0
+  const uint16_t next = encode_f16u(fast_root(v), bits_for_v(me.key, FIRST_SH_ELEMENT + L));
+  mine(w.sh0.v, w.bands)[L * THREADS] = next;
+  o.now = decode_f16u(next);
   return o;
 }
 
-template <int L, bool MULTI> __device__ __forceinline__ void update_band(const CompactWork& w, const Lane& me, const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], const Band<L>& codes, int e, float* x) {
-  const float was = decode_f16u(codes.v);
-  float v = was * was, g[band_size(L)];
-  const float squares = band_gradient<L, MULTI>(look, v_sh, g);
-  const float rate = fminf(adam_band(v, squares, L, (L ? w.o.h.lr_sh_rest : w.o.h.lr_sh0) * inverse_step_of(e), me.adam), 3e38f);  // times a gradient of 0 is 0
-  const uint16_t v_code = encode_f16u(fast_root(v), bits_for_v(me.key, FIRST_SH_ELEMENT + L));
-  mine(w.sh.v, w.bands)[L * THREADS] = v_code;
-  if constexpr (L == 0) {
-    const float root = decode_f16u(v_code), inverse = root > 0 ? __fdividef(1 / F8_UNIT, root) : 0.0f;
-    const float kept = me.adam.beta1 * was * F8_UNIT;
+// Degree 0: x in units of its codes.
+template <bool MULTI> __device__ __forceinline__ void update_sh0(const CompactWork& w, const Lane& me, const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], int e, float* x) {
+  float g[3];
+  int m[3];
 #pragma unroll
-    for (int k = 0; k < 3; ++k) {
-      g[k] = f8_units(codes.m[k]) * kept + (1 - me.adam.beta1) * g[k];
-      mine(w.sh.m, 3)[k * THREADS] = encode_f8(fabsf(g[k]) * inverse + F8_ORIGIN, g[k], bits_for_m(random_word(me.key, FIRST_SH_ELEMENT + k)));
-    }
+  for (int k = 0; k < 3; ++k) m[k] = mine((const int8_t*)w.sh0.m, 3)[k * THREADS];
+  const float squares = band_gradient<0, MULTI>(look, v_sh, g);
+  const Rate r = step_band<0>(w, me, mine(w.sh0.v, w.bands)[0], squares, w.o.h.lr_sh0 * inverse_step_of(e));
+  const float inverse = r.now > 0 ? __fdividef(1 / F8_UNIT, r.now) : 0.0f, kept = me.adam.beta1 * r.was * F8_UNIT;
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    const float moment = f8_units(m[k]) * kept + (1 - me.adam.beta1) * g[k];
+    x[k] -= r.rate * moment;
+    mine(w.sh0.m, 3)[k * THREADS] = encode_f8(fabsf(moment) * inverse + F8_ORIGIN, moment, bits_for_m(random_word(me.key, FIRST_SH_ELEMENT + k)));
   }
-#pragma unroll
-  for (int k = 0; k < band_size(L); ++k) x[k] -= rate * g[k];
 }
 
-template <int L, bool MULTI, class S> __device__ __forceinline__ void propose_band(const CompactWork& w, S& s, const Lane& me, const Look& look, const Band<L>& codes, int e, float* x) {
+template <int L, bool MULTI> __device__ __forceinline__ void update_band(const CompactWork& w, const Lane& me, const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], uint16_t v_code, uint32_t* rest) {
+  float x[band_size(L)], g[band_size(L)];
+  const Rate r = step_band<L>(w, me, v_code, band_gradient<L, MULTI>(look, v_sh, g), w.o.h.lr_sh_rest);
+  decode_band<L>(rest, x);
 #pragma unroll
-  for (int k = 0; k < band_size(L); ++k) x[k] = code_units(codes.x[k]);
-  if (me.updated) update_band<L, MULTI>(w, me, look, s.v_sh, codes, e, x);
-  propose<band_size(L), SPL_G_SH + L>(s, x);
+  for (int k = 0; k < band_size(L); ++k) x[k] -= r.rate * g[k];
+  encode_band<L>(rest, x, [&](int k) { return bits_for_x(random_word(me.key, FIRST_SH_ELEMENT + band_begin(L) + k)); });
 }
-template <int L, class S> __device__ __forceinline__ void settle_band(const CompactWork& w, const S& s, const Lane& me, int e, const float* x) {
-  settle<band_size(L), SPL_G_SH + L>(w, s, me, FIRST_SH_ELEMENT + band_begin(L), e, mine(w.sh.x, w.floats) + band_begin(L) * THREADS, x);
-}
-// Degrees L .. D; the codes of each are on their way while the block agrees on the exponent of the one before. f() follows the first agreement.
-template <int L, int D, bool MULTI, class S, class F> __device__ __forceinline__ void step_bands(const CompactWork& w, S& s, const Lane& me, const Look& look, const Exponents& e, const Band<L>& codes, F&& f) {
-  float x[band_size(L)];
-  propose_band<L, MULTI>(w, s, me, look, codes, e[SPL_G_SH + L], x);
-  if constexpr (L < D) {
-    const Band<L + 1> next = load_band<L + 1>(w, me);
-    __syncthreads();
-    f();
-    settle_band<L>(w, s, me, e[SPL_G_SH + L], x);
-    step_bands<L + 1, D, MULTI>(w, s, me, look, e, next, [] {});
-  } else {
-    __syncthreads();
-    f();
-    settle_band<L>(w, s, me, e[SPL_G_SH + L], x);
-  }
+template <int D, bool MULTI> __device__ __forceinline__ void update_rest(const CompactWork& w, const Lane& me, const Look& look, const float (*v_sh)[MULTI ? THREADS : 1], uint32_t* rest) {
+  uint16_t v[D + 1];
+#pragma unroll
+  for (int l = 1; l <= D; ++l) v[l] = mine(w.sh0.v, w.bands)[l * THREADS];
+  if constexpr (D >= 1) update_band<1, MULTI>(w, me, look, v_sh, v[1], rest);
+  if constexpr (D >= 2) update_band<2, MULTI>(w, me, look, v_sh, v[2], rest);
+  if constexpr (D >= 3) update_band<3, MULTI>(w, me, look, v_sh, v[3], rest);
+  store_rest<D>(w, me.i, rest);
 }
 
 // ---- a Gaussian -------------------------------------------------------------------------------------------------------------------------
@@ -279,17 +294,19 @@ __device__ __forceinline__ Gaussian load_lane(const CompactWork& w, const Lane& 
 }
 
 // The gradients of one Gaussian from all its pairs, and its statistics. Leaves the gradients in `raw`.
-template <int D, bool MULTI, class S> __device__ __forceinline__ void begin_lane(const CompactWork& w, const Cameras& cameras, S& s, const Exponents& e, Lane& me, Look& look, float* raw, Vec3& noise, float& lr_mean) {
+template <int D, bool MULTI, class S> __device__ __forceinline__ void begin_lane(const CompactWork& w, const Cameras& cameras, S& s, const Exponents& e, Lane& me, Colors<D>& colors, Look& look, float* raw, Vec3& noise, float& lr_mean) {
   constexpr int FLOATS = 3 * (D + 1) * (D + 1);
   const Pairs pairs = find_pairs<MULTI>(w, me.i, cameras.n);
   const Gaussian g = load_lane(w, me, e);  // on its way together with the mask
   const Statistics was = load_statistics(w.o, me.i);
   if (pairs.begin == pairs.end) return;
+  load_codes<3>(mine(w.sh0.x, 3), true, colors.sh0);
+  load_rest<D>(w, me.i, colors.rest);
   if constexpr (MULTI)
 #pragma unroll
     for (int k = 0; k < FLOATS; ++k) s.v_sh[k][threadIdx.x] = 0;
   Total t = no_pairs();
-  gather<D, MULTI>(w, cameras, g, pairs.begin, pairs.end, e, t, look, s.v_sh);
+  gather<D, MULTI>(w, cameras, g, pairs.begin, pairs.end, e, colors, t, look, s.v_sh);
   float squares = dot(look.v, look.v);
   if constexpr (MULTI)
 #pragma unroll
@@ -305,7 +322,7 @@ template <int D, bool MULTI, class S> __device__ __forceinline__ void begin_lane
 }
 
 // Parameters of the geometry, in units of their codes but for the mean.
-struct Units { float mean[3], quat[4], log_scale[3], opacity[1]; };
+struct Units { float mean[3], quat[4], log_scale[3], opacity[1], sh0[3]; };
 __device__ __forceinline__ void update_geometry(const CompactWork& w, const Lane& me, const Exponents& e, const float* raw, float lr_mean, Vec3 noise, Units& x) {
   Moments<3> mean = load_moments<3>(w.of_mean), log_scale = load_moments<3>(w.log_scale);
   Moments<4> quat = load_moments<4>(w.quat);
@@ -325,28 +342,34 @@ template <int D, bool MULTI> __global__ void __launch_bounds__(THREADS, 2) compa
   Lane me{};
   me.i = thread_id();
   me.exists = me.i < w.n;
-  const Exponents e = {*(const int2*)(w.exponents + (int64_t)blockIdx.x * SPL_EXPONENTS)};
-  int16_t *quat = mine(w.quat.x, 4), *log_scale = mine(w.log_scale.x, 3), *opacity = mine(w.opacity.x, 1);
+  const Exponents e = {*(const int*)(w.exponents + (int64_t)blockIdx.x * SPL_EXPONENTS)};
+  int16_t *quat = mine(w.quat.x, 4), *log_scale = mine(w.log_scale.x, 3), *opacity = mine(w.opacity.x, 1), *sh0 = mine(w.sh0.x, 3);
+  Colors<D> colors;
   Look look{};
   float raw[FIRST_SH_ELEMENT], lr_mean;
   Vec3 noise = {0, 0, 0};
-  if (me.exists) begin_lane<D, MULTI>(w, cameras, s, e, me, look, raw, noise, lr_mean);
+  if (me.exists) begin_lane<D, MULTI>(w, cameras, s, e, me, colors, look, raw, noise, lr_mean);
   Units x;
   load_units<4>(quat, me.exists, x.quat);
   load_units<3>(log_scale, me.exists, x.log_scale);
   load_units<1>(opacity, me.exists, x.opacity);
+  load_units<3>(sh0, me.exists, x.sh0);
 #pragma unroll
   for (int k = 0; k < 3; ++k) x.mean[k] = me.updated ? w.mean[3 * me.i + k] : 0;
-  const Band<0> sh0 = load_band<0>(w, me);
-  if (me.updated) update_geometry(w, me, e, raw, lr_mean, noise, x);
+  if (me.updated) {
+    update_geometry(w, me, e, raw, lr_mean, noise, x);
+    update_sh0<MULTI>(w, me, look, s.v_sh, e[SPL_G_SH], x.sh0);
+  }
   propose<4, SPL_G_QUAT>(s, x.quat);
   propose<3, SPL_G_LOG_SCALE>(s, x.log_scale);
   propose<1, SPL_G_OPACITY>(s, x.opacity);
-  step_bands<0, D, MULTI>(w, s, me, look, e, sh0, [&] {
-    settle<4, SPL_G_QUAT>(w, s, me, 3, e[SPL_G_QUAT], quat, x.quat);
-    settle<3, SPL_G_LOG_SCALE>(w, s, me, 7, e[SPL_G_LOG_SCALE], log_scale, x.log_scale);
-    settle<1, SPL_G_OPACITY>(w, s, me, 10, e[SPL_G_OPACITY], opacity, x.opacity);
-  });
+  propose<3, SPL_G_SH>(s, x.sh0);
+  if (me.updated) update_rest<D, MULTI>(w, me, look, s.v_sh, colors.rest);
+  __syncthreads();
+  settle<4, SPL_G_QUAT>(w, s, me, 3, e[SPL_G_QUAT], quat, x.quat);
+  settle<3, SPL_G_LOG_SCALE>(w, s, me, 7, e[SPL_G_LOG_SCALE], log_scale, x.log_scale);
+  settle<1, SPL_G_OPACITY>(w, s, me, 10, e[SPL_G_OPACITY], opacity, x.opacity);
+  settle<3, SPL_G_SH>(w, s, me, FIRST_SH_ELEMENT, e[SPL_G_SH], sh0, x.sh0);
 }
 
 template <int D, bool MULTI> static void launch(spl_ctx& c, const CompactWork& w) {
@@ -374,12 +397,13 @@ void train_compact(spl_ctx& c, const View& v, const spl_hyper& h) {
   w.quat = coded(R_QUAT, R_M_QUAT, R_V_QUAT);
   w.log_scale = coded(R_LOG_SCALE, R_M_LOG_SCALE, R_V_LOG_SCALE);
   w.opacity = coded(R_OPACITY, R_M_OPACITY, R_V_OPACITY);
-  w.sh = coded(R_SH, R_M_SH0, R_V_SH);
+  w.sh0 = coded(R_SH, R_M_SH0, R_V_SH);
+  w.rest = c.row<uint32_t>(R_SH_REST);
   w.exponents = c.row<int8_t>(R_EXPONENTS);
   w.mask = c.row<uint32_t>(R_MASK); w.scan = c.row<int64_t>(R_SCAN); w.camera = c.row<uint16_t>(R_CAMERA); w.v_screen = c.row<float>(R_V_SCREEN);
   w.n = c.source.n;
   w.mask_blocks = c.counts[SPL_BLOCKS] - 1;
-  w.floats = c.source.sh_floats; w.bands = c.params.sh_degree + 1;
+  w.words = c.source.codes.words; w.bands = c.params.sh_degree + 1;
   w.o = optimiser_of(c, h, nnz);
   if (v.n_cameras > 1) run<true>(c, w, v.sh_degree); else run<false>(c, w, v.sh_degree);
 }

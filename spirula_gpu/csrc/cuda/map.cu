@@ -90,8 +90,8 @@ __global__ void gather_kernel(const uint32_t* row, int words, const uint32_t* in
 // Gaussians index[0..n) to places to, to + 1, ..; index[k] >= to + k, so that nothing is overwritten before it is read.
 static void gather_rows(spl_ctx& c, const uint32_t* index, int64_t n, int64_t to, uint32_t* temp) {
   for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
-    if (c.info(r).coded) continue;
     const int words = (int)c.item_bytes(r) / 4;
+    if (c.info(r).coded || !words) continue;
     gather_kernel<<<blocks_for(n * words, 256), 256, 0, c.stream>>>(c.row<uint32_t>(r), words, index, n, temp);
     launched("gather_kernel");
     check(cudaMemcpyAsync(c.row<uint32_t>(r) + to * words, temp, n * words * 4, cudaMemcpyDeviceToDevice, c.stream), "moving Gaussians");
@@ -105,7 +105,7 @@ int64_t keep_rows(spl_ctx& c, const uint8_t* given) {
   while (first < c.n && keep[first]) ++first;
   std::vector<uint32_t> index;  // of those that move
   for (int64_t i = first; i < c.n; ++i) if (keep[i]) index.push_back((uint32_t)i);
-  const int64_t most = std::max(c.item_bytes(R_SH), c.item_bytes(R_QUAT)), total = (int64_t)index.size();
+  const int64_t most = std::max({c.item_bytes(R_SH), c.item_bytes(R_SH_REST), c.item_bytes(R_QUAT)}), total = (int64_t)index.size();
   if (!total) return first;
   if (c.compact()) keep_codes(c, first, index);
   int64_t bytes = SCRATCH_BYTES;
@@ -156,9 +156,9 @@ void move_rows(spl_ctx& c, const std::vector<int>& times, int64_t n_moves, const
     put(c, base, dst + at, n * 8);
     put(c, base + n * 8, src + at, n * 8);
     for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
-      if (c.info(r).coded) continue;
       const int words = (int)c.item_bytes(r) / 4;
-      move_kernel<<<blocks_for(n * words, 256), 256, 0, c.stream>>>(c.row<uint32_t>(r), words, (const int64_t*)base, (const int64_t*)base + n, n, !(r <= R_SH || r == R_OWNER));
+      if (c.info(r).coded || !words) continue;
+      move_kernel<<<blocks_for(n * words, 256), 256, 0, c.stream>>>(c.row<uint32_t>(r), words, (const int64_t*)base, (const int64_t*)base + n, n, !(r <= R_SH_REST || r == R_OWNER));
       launched("move_kernel");
     }
   }

@@ -43,7 +43,7 @@ template <int D> __device__ __forceinline__ Vec3 color_of(const Source& s, bool 
     return {sh[0], sh[1], sh[2]};
   } else {
     alignas(16) float x[3 * (D + 1) * (D + 1)];
-    if (s.codes.exponents) decode_sh(s.codes, gi, s.sh_floats, D, x); else load_sh<D>(sh, aligned, x);
+    if (s.codes.exponents) decode_sh(s.codes, gi, D, x); else load_sh<D>(sh, aligned, x);
     return sh_color(D, x, mean, center);
   }
 }
