@@ -90,6 +90,13 @@ def test_a_budget_is_obeyed_and_the_memory_given_back():
             assert error.value.kind == "capacity" and held(e) == before
     with Engine("cuda", max_gaussians=1000, budget_bytes=4 * MiB) as e:   # it fits, but takes more than half
         assert (e.sweep(gray, CAMERA.K, views(), params())[0] > 0).mean() > 0.9 and held(e) == before
+    with Engine("cuda", sh_degree=0, max_gaussians=1000, budget_bytes=64 * MiB) as e:
+        e.sweep(gray, CAMERA.K, views(), params())
+        assert e.rows()[-1].capacity_bytes == 4 * MiB   # kept for the next one
+        e.append(np.zeros((1, 3)), np.array([[1.0, 0, 0, 0]]), np.zeros((1, 3)), np.zeros(1), np.zeros((1, 1, 3)))
+        assert held(e) > 32 * MiB                       # pages of 2 MiB for every row of the map
+        e.sweep(gray, CAMERA.K, views(), params())
+        assert e.rows()[-1].capacity_bytes == 0
 
 
 def test_no_memory_is_an_error_and_later_there_is_some():

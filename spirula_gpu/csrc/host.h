@@ -218,6 +218,7 @@ struct BorrowedArena {
     resize_arena(c, bytes);
   }
   void give_back() { if (c.arena.committed > before) c.arena.commit(before); }  // all work in it has ended; keeps, so that it cannot fail
+  void keep() { if (held_bytes(c) > c.budget() / 2 && c.arena.committed > c.plan.total) c.arena.commit(c.plan.total); }  // for the next one, unless the map may soon need it
 };
 
 inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_E_CAPACITY

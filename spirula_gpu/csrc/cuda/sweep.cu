@@ -260,11 +260,6 @@ static void fetch(spl_ctx& c, uint8_t* pinned, const void* from, int64_t bytes) 
   c.staging_used = 0;
 }
 
-// It is kept for the next one, unless others may need the memory.
-static void finish(spl_ctx& c, BorrowedArena& arena) {
-  if (held_bytes(c) > c.budget() / 2) arena.give_back();
-}
-
 struct Room {  // the arena while a sweep works: the views' images until there are quads, those until there are costs
   uint8_t* images;
   Volume v;
@@ -332,7 +327,7 @@ void sweep(spl_ctx& c, const spl_photo& ref, int n_views, const spl_photo* views
   fetch(c, pinned, r.found, 8 * pixels);
   memcpy(depth_m, pinned, 4 * pixels);
   memcpy(confidence, pinned + 4 * pixels, 4 * pixels);
-  finish(c, arena);
+  arena.keep();
 }
 
 // ---- agreement -----------------------------------------------------------------------------------------------------------
@@ -364,7 +359,7 @@ void agree(spl_ctx& c, const spl_photo& ref, int n_views, const spl_photo* views
   fetch(c, pinned, found, 5 * pixels);
   memcpy(depth_m, pinned, 4 * pixels);
   memcpy(count, pinned + 4 * pixels, pixels);
-  finish(c, arena);
+  arena.keep();
 }
 
 }  // namespace spl
