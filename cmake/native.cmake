@@ -14,11 +14,10 @@ function(spirula_library name)
   install(TARGETS ${name} LIBRARY DESTINATION ${PYTHON_INSTALL_DIR}/spirula_gpu/lib)
 endfunction()
 
-file(GLOB host_sources CONFIGURE_DEPENDS ${csrc}/*.cpp) # of both
 file(GLOB cpu_sources CONFIGURE_DEPENDS ${csrc}/cpu/*.cpp)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 find_package(Threads REQUIRED)
-spirula_library(spirula_cpu ${cpu_sources} ${host_sources})
+spirula_library(spirula_cpu ${cpu_sources})
 target_link_libraries(spirula_cpu PRIVATE OpenMP::OpenMP_CXX Threads::Threads)
 install(FILES ${csrc}/spirula.h DESTINATION ${PYTHON_INSTALL_DIR}/spirula_gpu/include)
 
@@ -38,8 +37,7 @@ if(SPIRULA_CUDA STREQUAL "ON" OR (gpu_here AND NOT SPIRULA_CUDA STREQUAL "OFF"))
       set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 87-real 90) # Turing, Ampere and Ada, Jetson Orin, Hopper; newer ones compile 90's PTX
     endif()
     enable_language(CUDA)
-    spirula_library(spirula_cuda ${cuda_sources} ${host_sources})
-    target_link_libraries(spirula_cuda PRIVATE Threads::Threads)
+    spirula_library(spirula_cuda ${cuda_sources})
     target_compile_features(spirula_cuda PRIVATE cuda_std_17)
     set_target_properties(spirula_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static)
   elseif(SPIRULA_CUDA STREQUAL "ON")

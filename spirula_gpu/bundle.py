@@ -55,17 +55,18 @@ def _tracked(gray, corners, rays, inv, view) -> tuple[np.ndarray, np.ndarray]:
 
 def _fitted(rays, inv, cameras, T, seen, there, depth_m) -> list[np.ndarray]:
     """Gauss-Newton over 6 numbers a view and one a corner, which are eliminated (Schur); Huber weights."""
-    n, T, given = len(T), [t.copy() for t in T], np.zeros(6 * len(T))   # given: what the poses have moved so far
+    n, T, given = len(T), np.array(T), np.zeros(6 * len(T))   # given: what the poses have moved so far
+    lenses = np.array([(c.fx, c.fy, c.cx, c.cy) for c in cameras]).T[..., None]   # [4,V,1]
     for _ in range(ITERATIONS[0]):
-        _, _, _, own, pull, _ = _normal(rays, inv, cameras, T, seen, there)
+        *_, own, pull, _ = _errors(rays, inv, lenses, T, seen, there)
         inv = _moved(inv, own, pull)
-    residual = _normal(rays, inv, cameras, T, seen, there)[-1]
+    residual = _errors(rays, inv, lenses, T, seen, there)[-1]
     if not len(residual):
-        return T
+        return list(T)
     sigma = max(np.sqrt(max(np.median(residual)**2 - NOISE_PX**2, 0.0)) / cameras[0].fx, np.radians(FIRM_DEG))
     prior = np.tile([sigma * depth_m] * 3 + [sigma] * 3, n)**-2.0    # a camera elsewhere by that much looks turned by as much, seen from the scene
     for _ in range(ITERATIONS[1]):
-        H, g, cross, own, pull, _ = _normal(rays, inv, cameras, T, seen, there)
+        H, g, cross, own, pull = _normal(rays, inv, lenses, T, seen, there)
         scaled = np.where(own > 1e-6, cross / np.maximum(own, 1e-6), 0)
         step = np.linalg.solve(H + np.diag(prior) - scaled @ cross.T, g - prior * given - scaled @ pull)
         inv = _moved(inv, own, pull - step @ cross)
@@ -74,32 +75,42 @@ def _fitted(rays, inv, cameras, T, seen, there, depth_m) -> list[np.ndarray]:
             move = np.eye(4)
             move[:3, :3], move[:3, 3] = cv2.Rodrigues(step[6 * i + 3:6 * i + 6])[0], step[6 * i:6 * i + 3]
             T[i] = move @ T[i]
-    return T
+    return list(T)
 
 
 def _moved(inv, own, pull) -> np.ndarray:
     return np.where(own > 1e-6, np.clip(inv + pull / np.maximum(own, 1e-6), 0.2 * inv, 5 * inv), inv)
 
 
-def _normal(rays, inv, cameras, T, seen, there):
-    """Of the reprojection errors: H [6V,6V] and g of the poses, cross [6V,F], own and pull [F] of the inverse depths; and the errors, px, of all tracks."""
-    n = len(T)
-    H, g, cross, own, pull, errors = np.zeros((6 * n, 6 * n)), np.zeros(6 * n), np.zeros((6 * n, len(inv))), np.zeros(len(inv)), np.zeros(len(inv)), []
-    for i, camera in enumerate(cameras):
-        p = rays @ T[i][:3, :3].T + inv[:, None] * T[i][:3, 3]
-        z = np.maximum(p[:, 2], 1e-6)
-        x, y, zero = p[:, 0] / z, p[:, 1] / z, np.zeros(len(z))
-        r = there[i] - np.stack([camera.fx * x + camera.cx, camera.fy * y + camera.cy], 1)
-        D = np.stack([np.stack([camera.fx / z, zero, -camera.fx * x / z], 1), np.stack([zero, camera.fy / z, -camera.fy * y / z], 1)], 1)  # [F,2,3]
-        J = np.concatenate([D * inv[:, None, None], np.cross(p[:, None, :], D)], 2)    # translation; rotation: D (w x p) = w (p x D)
-        Jw = D @ T[i][:3, 3]
-        size = np.linalg.norm(r, axis=1)
-        weight = np.where(seen[i], 1 / np.maximum(size / (2 * NOISE_PX), 1), 0) / NOISE_PX**2
-        s = slice(6 * i, 6 * i + 6)
-        H[s, s] = np.einsum("f,fki,fkj->ij", weight, J, J)
-        g[s] = np.einsum("f,fki,fk->i", weight, J, r)
-        cross[s] = np.einsum("f,fki,fk->if", weight, J, Jw)
-        own += weight * (Jw**2).sum(1)
-        pull += weight * (Jw * r).sum(1)
-        errors.append(size[seen[i]])
-    return H, g, cross, own, pull, np.concatenate(errors)
+def _errors(rays, inv, lenses, T, seen, there):
+    """Of the corners in the views: where they are, p [V,F,3]; the reprojection errors r [V,F,2], px, their derivatives by p (negative), D [V,F,2,3], and by the inverse depths, Jw [V,F,2];
+    weights [V,F]; of the inverse depths' normal equations own and pull [F]; and the errors of all tracks."""
+    fx, fy, cx, cy = lenses
+    p = rays @ T[:, :3, :3].transpose(0, 2, 1) + inv[:, None] * T[:, None, :3, 3]
+    z = np.maximum(p[..., 2], 1e-6)
+    x, y = p[..., 0] / z, p[..., 1] / z
+    r = there - np.stack([fx * x + cx, fy * y + cy], 2)
+    D = np.zeros((*seen.shape, 2, 3))
+    D[..., 0, 0], D[..., 0, 2], D[..., 1, 1], D[..., 1, 2] = fx / z, -fx * x / z, fy / z, -fy * y / z
+    Jw = (D @ T[:, None, :3, 3, None])[..., 0]
+    size = np.linalg.norm(r, axis=2)
+    weight = np.where(seen, 1 / np.maximum(size / (2 * NOISE_PX), 1), 0) / NOISE_PX**2
+    return p, r, D, Jw, weight, (weight * (Jw**2).sum(2)).sum(0), (weight * (Jw * r).sum(2)).sum(0), size[seen]
+
+
+def _normal(rays, inv, lenses, T, seen, there):
+    """H [6V,6V] and g of the poses, cross [6V,F], own and pull [F] of the inverse depths."""
+    p, r, D, Jw, weight, own, pull, _ = _errors(rays, inv, lenses, T, seen, there)
+    n, F = seen.shape
+    J = np.empty((n, F, 2, 6))   # translation; rotation: D (w x p) = w (p x D)
+    J[..., :3] = D * inv[:, None, None]
+    for i in range(3):
+        j, k = (i + 1) % 3, (i + 2) % 3
+        J[..., 3 + i] = p[..., j, None] * D[..., k] - p[..., k, None] * D[..., j]
+    weighted = weight[..., None, None] * J
+    rows, H = weighted.reshape(n, 2 * F, 6).transpose(0, 2, 1), np.zeros((6 * n, 6 * n))
+    for i, block in enumerate(rows @ J.reshape(n, 2 * F, 6)):
+        H[6 * i:6 * i + 6, 6 * i:6 * i + 6] = block
+    g = (rows @ r.reshape(n, 2 * F, 1)).ravel()
+    cross = (weighted * Jw[..., None]).sum(2).transpose(0, 2, 1).reshape(6 * n, F)
+    return H, g, cross, own, pull

@@ -32,6 +32,7 @@ ENOUGH = 0.5          # .. and with which it is swept once there will hardly be 
 PATIENCE = 12         # newer keyframes later
 GIVE_UP = 40          # newer keyframes after which it gets no depth
 KEPT = 64             # newest depths that others are compared with
+PICTURES = 64         # newest gray images, two a keyframe
 TOLERANCE = 0.02, 0.15  # share by which depths that agree differ at most: 3 times what they differ by here, within these
 ANGLES = 4.0, 10.0, 8.0  # deg between the rays to a point: full score from .. to ..; falls off with the third
 
@@ -51,6 +52,7 @@ class MultiView:
         self._waiting: list[Keyframe] = []     # not swept yet
         self._unchecked: list[Keyframe] = []   # swept, but too few of those that see the same are
         self._swept: OrderedDict[int, tuple[Keyframe, Swept]] = OrderedDict()
+        self._pictures: OrderedDict[tuple[int, float], tuple[np.ndarray, Camera]] = OrderedDict()   # by keyframe's id and size
         self._newest = self._kept = 0          # the newest keyframe; depths there have been
         self._idle: tuple | None = None        # (newest, kept, ended) with which nothing was due: it is not looked for again before one of them changes
         self._problem = ""                     # why the last sweep was refused
@@ -244,7 +246,7 @@ class MultiView:
     def _coarse(self, keyframe: Keyframe, views: list[Keyframe], T: list[np.ndarray] | None = None, guess_m: float = np.inf) -> tuple[Swept | None, float | None]:
         """All depths from infinity to a disparity of MAX_SHIFT or a share NEAR of the guessed depth, in a small image; and the disparity at
         the median depth, px, where one was found."""
-        pictures, longest = [picture(k, COARSE_PX) for k in (keyframe, *views)], max(keyframe.frame.camera.width, keyframe.frame.camera.height)
+        pictures, longest = [self._picture(k, COARSE_PX) for k in (keyframe, *views)], max(keyframe.frame.camera.width, keyframe.frame.camera.height)
         T = T or [relative(k, keyframe) for k in views]
         rate = max(shift_per_inv(pictures[0][1], camera, t) for (_, camera), t in zip(pictures[1:], T))
         if not rate > 1e-9:
@@ -259,7 +261,7 @@ class MultiView:
         longest = max(camera.width, camera.height)
         if coarse is None or shift_px < MIN_SHIFT_PX:
             return None
-        (gray, small), *others = [picture(k, COARSE_PX) for k in (keyframe, *views)]
+        (gray, small), *others = [self._picture(k, COARSE_PX) for k in (keyframe, *views)]
         T = adjusted(gray, small, coarse.depth_m, [(g, c, coarse.T[k.id]) for (g, c), k in zip(others, views)])
         coarse, shift_px = self._coarse(keyframe, views, T, guess_m)
         if coarse is None or shift_px < MIN_SHIFT_PX:
@@ -268,7 +270,7 @@ class MultiView:
             return coarse
         inv = 1 / coarse.depth_m[coarse.depth_m > 0]
         low, high = np.percentile(inv, [1, 99])
-        pictures = [picture(k, longest * min(1.0, (MAX_PX / (camera.width * camera.height))**0.5)) for k in (keyframe, *views)]
+        pictures = [self._picture(k, longest * min(1.0, (MAX_PX / (camera.width * camera.height))**0.5)) for k in (keyframe, *views)]
         T = [coarse.T[k.id] for k in views]
         rate = max(shift_per_inv(pictures[0][1], c, t) for (_, c), t in zip(pictures[1:], T))
         return self._at(pictures, views, T, low / 1.25, high * 1.25, rate)
@@ -283,6 +285,16 @@ class MultiView:
         depth_m, _ = result
         known = depth_m[depth_m > 0]
         return Swept(depth_m, camera.K, float(np.median(known)), {k.id: t for k, t in zip(views, T)}) if len(known) >= MIN_SHARE * depth_m.size else None
+
+    def _picture(self, keyframe: Keyframe, longest: float) -> tuple[np.ndarray, Camera]:
+        """As picture(), which a keyframe and each of its neighbours need several times."""
+        key = keyframe.id, longest
+        if key not in self._pictures:
+            self._pictures[key] = picture(keyframe, longest)
+        self._pictures.move_to_end(key)
+        while len(self._pictures) > PICTURES:
+            self._pictures.popitem(last=False)
+        return self._pictures[key]
 
 
 def picture(keyframe: Keyframe, longest: float) -> tuple[np.ndarray, Camera]:

@@ -456,8 +456,7 @@ class Engine:
     # ---- depth from several images ----------------------------------------------------------------------------------
     def sweep(self, gray, K, views, params: SweepParams) -> tuple[np.ndarray, np.ndarray]:
         """Depth of the reference gray [H,W] uint8 with K [3,3] from `views`: (gray [h,w] uint8, K, T_view_ref [4,4]) each, sizes may differ. Planes
-        from params.min_inv to max_inv, 1/m. Returns depth_m [H,W] float32 along z, 0 = unknown, and a confidence 0..1. On the CPU with either
-        backend."""
+        from params.min_inv to max_inv, 1/m. Returns depth_m [H,W] float32 along z, 0 = unknown, and a confidence 0..1."""
         ref, photos, _alive = self._photos(gray, K, views, "gray", np.uint8)
         size = (ref.height, ref.width)
         depth_m, confidence = np.empty(size, np.float32), np.empty(size, np.float32)

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from conftest import BACKENDS
 from spirula_gpu.bundle import adjusted
 from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.config import Config, TrainConfig, replaced
@@ -53,9 +54,9 @@ def params(**changes) -> SweepParams:
     return SweepParams(**dict(min_inv=0.1, max_inv=1.2, n_planes=40, min_ncc=0.6, min_margin=0.03) | changes)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine("cpu", max_gaussians=1000, threads=2) as e:
+@pytest.fixture(scope="module", params=BACKENDS)
+def engine(request):
+    with Engine(request.param, max_gaussians=1000, threads=2) as e:
         yield e
 
 

@@ -4,8 +4,6 @@
 #include "forecast.h"
 #include "ops.h"
 #include "rows.h"
-#include <thread>
-#include "sweep.h"
 
 namespace spl {
 
@@ -103,8 +101,6 @@ static void check_sweep(const spl_photo& ref, const spl_sweep_params& p) {
   const int64_t cells = (int64_t)ref.width * ref.height * p.n_planes;
   if (cells > 1ll << 28) fail(SPL_E_CAPACITY, "%dx%d pixels and %d planes take %lld MiB, more than 768: use a smaller image or fewer planes", ref.width, ref.height, p.n_planes, (long long)(3 * cells >> 20));
 }
-
-static int host_threads(const spl_ctx& c) { return c.params.threads ? c.params.threads : std::max(1u, std::thread::hardware_concurrency()); }
 
 // How often each Gaussian is drawn after the moves (1: as before); refuses moves that contradict each other.
 static std::vector<int> draws(const spl_ctx& c, int64_t n_moves, const int64_t* dst, const int64_t* src) {
@@ -353,7 +349,7 @@ int spl_sweep(spl_ctx* ctx, const spl_photo* ref, int64_t n_views, const spl_pho
     check_photos(ref, n_views, views, &spl_photo::gray, nullptr);
     check_sweep(*ref, checked(params, "spl_sweep_params"));
     if (!depth_m || !confidence) fail(SPL_E_ARGUMENT, "spl_sweep: depth_m and confidence must be given");
-    sweep(*ref, (int)n_views, views, *params, host_threads(c), depth_m, confidence);
+    sweep(c, *ref, (int)n_views, views, *params, depth_m, confidence);
   });
 }
 
@@ -361,7 +357,7 @@ int spl_agree(spl_ctx* ctx, const spl_photo* ref, int64_t n_views, const spl_pho
   return guarded(ctx, [&](spl_ctx& c) {
     check_photos(ref, n_views, views, nullptr, &spl_photo::depth);
     if (!depth_m || !count || !(tolerance > 0)) fail(SPL_E_ARGUMENT, "spl_agree: depth_m and count must be given, and a tolerance %g > 0", tolerance);
-    agree(*ref, (int)n_views, views, tolerance, host_threads(c), depth_m, count);
+    agree(c, *ref, (int)n_views, views, tolerance, depth_m, count);
   });
 }
 

@@ -207,6 +207,22 @@ inline void fit_arena(Context& c, const Counts& need, int last) {
   c.counts = need;
 }
 
+// The arena as scratch between calls, when it holds nothing: of at least so many bytes, or a refusal before anything has changed.
+struct BorrowedArena {
+  Context& c;
+  const int64_t before;
+  BorrowedArena(Context& context, int64_t bytes, const std::string& what, const char* or_else) : c(context), before(c.arena.committed) {
+    if (bytes <= before) return;
+    const int64_t others = held_bytes(c) - before;
+    if (others + Region::rounded(bytes) > c.budget())
+      fail(SPL_E_CAPACITY, "%s needs %lld MiB of scratch beside %lld MiB of map > budget %lld MiB; raise engine.vram_budget_mb, or %s",
+           what.c_str(), mib_needed(bytes), mib_needed(others), (long long)(c.budget() >> 20), or_else);
+    resize_arena(c, bytes);
+  }
+  void give_back() { if (c.arena.committed > before) c.arena.commit(before); }  // all work in it has ended; keeps, so that it cannot fail
+  void keep() { if (held_bytes(c) > c.budget() / 2 && c.arena.committed > c.plan.total) c.arena.commit(c.plan.total); }  // for the next one, unless the map may soon need it
+};
+
 inline void fit_map(Context& c, int64_t n) {  // memory for n Gaussians, or SPL_E_CAPACITY
   if (n > c.params.max_gaussians)
     fail(SPL_E_CAPACITY, "%lld Gaussians > engine.max_gaussians %lld; raise it, prune, or relocate", (long long)n, (long long)c.params.max_gaussians);

@@ -44,6 +44,10 @@ void* readable(spl_ctx&, int row, int64_t bytes);                            // 
 // Adds what the rendered rows lack of the target; returns how many.
 int64_t insert(spl_ctx&, const View&, const spl_target&, const spl_insert_params&);
 
+// depth from several images (sweep.h), all on the host; what is not known: 0
+void sweep(spl_ctx&, const spl_photo& ref, int n_views, const spl_photo* views, const spl_sweep_params&, float* depth_m, float* confidence);
+void agree(spl_ctx&, const spl_photo& ref, int n_views, const spl_photo* views, float tolerance, float* depth_m, uint8_t* count);
+
 inline void forward(spl_ctx& c, const Source& g, const View& v, int last, const spl_image* direct = nullptr) {  // `last`: phase of the call
   project(c, g, v, last);
   bin(c, v);

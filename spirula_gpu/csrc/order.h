@@ -65,18 +65,8 @@ inline int at_a_time(int64_t room, int64_t bytes_each, int all) {  // whole sect
   return (int)(most >= all ? all : most >= 8 ? most / 8 * 8 : most);
 }
 
-struct OrderScratch {  // the arena of at least so many bytes, or a refusal before anything has changed
-  Context& c;
-  const int64_t before;
-  OrderScratch(Context& context, int64_t bytes) : c(context), before(c.arena.committed) {
-    if (bytes <= before) return;
-    const int64_t others = held_bytes(c) - before;
-    if (others + Region::rounded(bytes) > c.budget())
-      fail(SPL_E_CAPACITY, "sorting %lld Gaussians needs %lld MiB of scratch beside %lld MiB of map > budget %lld MiB; raise engine.vram_budget_mb, or set train.sort_growth 0",
-           (long long)c.n, mib_needed(bytes), mib_needed(others), (long long)(c.budget() >> 20));
-    resize_arena(c, bytes);
-  }
-  void give_back() { if (c.arena.committed > before) c.arena.commit(before); }  // all work in it has ended; keeps, so that it cannot fail
-};
+inline BorrowedArena borrow_for_order(Context& c, int64_t bytes) {
+  return BorrowedArena(c, bytes, "sorting " + std::to_string(c.n) + " Gaussians", "set train.sort_growth 0");
+}
 
 }  // namespace spl

@@ -83,7 +83,8 @@ typedef struct {
 /* Before anything is allocated: what a new context with these parameters holds after such a call, laid out by the same functions. Rows as of
  * spl_report; capacity_bytes, and the arena's, sum up to all memory of rows. With a budget: without headroom where that exceeds it, and
  * the sum may then still exceed it: such a call would be refused. Opens no device. spl_error(NULL) says why it failed. CUDA: beside rows there
- * are the device's own context, pinned host memory (spl_memory), and map edits, which take an arena of 32 MiB where they can get it. */
+ * are the device's own context, pinned host memory (spl_memory), map edits, which take an arena of 32 MiB where they can get it, and spl_sweep and
+ * spl_agree, which need an arena of their own size. */
 typedef struct {
   int64_t struct_size;
   int64_t gaussians;      /* of the map */
@@ -99,7 +100,7 @@ typedef struct {
   int64_t struct_size;
   int64_t free_bytes, total_bytes; /* of the device, as the driver says; CPU: of the machine */
   int64_t process_bytes; /* CPU: resident. CUDA: what has gone from free_bytes since the context was created (the driver has no figure per process: others count too) */
-  int64_t pinned_bytes;  /* CUDA: host memory for copies to the device, twice the largest images that came as host pointers. Not a row and not in the budget, which are of the device */
+  int64_t pinned_bytes;  /* CUDA: host memory for copies to the device, twice the largest images that came as host pointers in one call. Not a row and not in the budget, which are of the device */
 } spl_memory;
 SPL_API int spl_memory_info(spl_ctx*, spl_memory*);
 SPL_API int spl_fail_allocation(spl_ctx*, int64_t nth); /* for tests: as if memory ran out at the nth time from now on that a row of the map or the arena grows; 0: there is enough */
@@ -218,7 +219,7 @@ typedef struct {
 } spl_insert_params;
 SPL_API int spl_insert(spl_ctx*, const spl_view*, const spl_target*, const spl_insert_params*, int64_t* n_new);
 
-/* ---- depth from several images with known poses; on the host in both libraries, all pointers are of the host -------------- */
+/* ---- depth from several images with known poses; all pointers are of the host -------------- */
 typedef struct {
   int64_t struct_size;
   int32_t width, height;
@@ -236,7 +237,8 @@ typedef struct {
   float min_margin;           /* .. or where another plane, not beside it, comes as close as this; 0..1 */
   int32_t reserved;
 } spl_sweep_params;
-/* depth_m, confidence (0..1) [H,W]: 0 where the images do not say. Takes 3 bytes a pixel and plane of host memory meanwhile. */
+/* depth_m, confidence (0..1) [H,W]: 0 where the images do not say. Takes 3 bytes a pixel and plane meanwhile: of the host's memory; CUDA: of the arena (planes
+ * in fours, 9 more a pixel; 5 a pixel of the views if that is more), within the budget (SPL_E_CAPACITY); it keeps them for the next sweep while less than half of that is taken. The backends agree up to rounding of levels and costs. */
 SPL_API int spl_sweep(spl_ctx*, const spl_photo* ref, int64_t n_views, const spl_photo* views, const spl_sweep_params*, float* depth_m, float* confidence);
 /* Where a depth of the reference and those of the views agree: it comes back to within 2 pixels by way of the view's own depth, which is at most
  * `tolerance` (share) off. count [H,W]: by how many views; depth_m: the harmonic mean of those and its own, 0 where there is none. */

@@ -81,7 +81,7 @@ static std::vector<int8_t> new_exponents(spl_ctx& c, const uint32_t* order) {
 
 int64_t sort_rows(spl_ctx& c) {
   if (c.n < 2) return 0;
-  OrderScratch scratch(c, order_bytes(c.n) + least_room(c.n));
+  BorrowedArena scratch = borrow_for_order(c, order_bytes(c.n) + least_room(c.n));
   const int64_t moved = find_order(c, c.arena.base);
   const uint32_t* order = (const uint32_t*)c.arena.base;
   uint8_t* room = c.arena.base + order_bytes(c.n);

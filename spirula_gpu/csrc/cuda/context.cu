@@ -313,7 +313,7 @@ bool on_device(const void* p) {
   return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
 }
 
-static uint8_t* staged(spl_ctx& c, int64_t bytes) {
+uint8_t* staged(spl_ctx& c, int64_t bytes) {
   if (c.staging_used + bytes > c.staging_bytes) {
     check(cudaStreamSynchronize(c.stream), "waiting for copies");
     cudaFreeHost(c.staging);

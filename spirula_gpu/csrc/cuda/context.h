@@ -91,6 +91,7 @@ void train_compact(spl_ctx&, const View&, const spl_hyper&);  // compact_bwd.cu:
 inline void launched(const char* kernel) { check(cudaGetLastError(), kernel); }
 bool on_device(const void*);  // false for NULL
 bool inside_a_call();         // a context is current: the runtime may be asked without opening a device
+uint8_t* staged(spl_ctx&, int64_t bytes);  // so much of pinned memory, until what was copied from it has arrived
 // `from` where kernels can read it: itself if it is device memory, else copied to `row` (through pinned memory).
 const void* resident(spl_ctx&, void* row, const void* from, int64_t bytes);
 int64_t scratch_words(int64_t blocks, int64_t pairs, int64_t isects, int64_t pixels);  // bin.cu: for SPL_BINS
@@ -120,6 +121,7 @@ __device__ __forceinline__ int warp_max(int x) {
   return x;
 #endif
 }
+__device__ __forceinline__ int warp_min(int x) { return -warp_max(-x); }
 __device__ __forceinline__ int64_t thread_id() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 
 }  // namespace spl

@@ -115,7 +115,7 @@ int64_t sort_rows(spl_ctx& c) {
   size_t cub_bytes = 0;
   cub::DoubleBuffer<uint32_t> none;
   sort_pairs(c, nullptr, cub_bytes, none, none);
-  OrderScratch scratch(c, bytes_before_rest(c) + std::max(3 * order_bytes(c.n) + (int64_t)cub_bytes, least_room(c.n)));
+  BorrowedArena scratch = borrow_for_order(c, bytes_before_rest(c) + std::max(3 * order_bytes(c.n) + (int64_t)cub_bytes, least_room(c.n)));
   const Room r = room_of(c, cub_bytes);
   const int64_t moved = find_order(c, r);
   if (moved) {
