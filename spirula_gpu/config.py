@@ -116,6 +116,8 @@ class CheckpointConfig:
     path: str = param("", "", "everything that training needs is saved here, also when the node stops; training stands still meanwhile; empty = off")
     period_s: float = param(60.0, "s", "time between saves while the map changes, at least 20 times what a save takes; 0 = only at the end", 0, 86400, True)
     resume: bool = param(False, "", "go on from checkpoint.path when the file is there; a damaged one is refused")
+    source: str = param("", "", "what the frames come from, kept in the file: `spirula replay` says it, and the node where this is empty")
+    any_source: bool = param(False, "", "a replay may go on with the map of another recording, other topics, or from a place far from that map; both must have the same map frame")
 
 
 @dataclass(frozen=True)

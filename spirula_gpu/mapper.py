@@ -507,7 +507,9 @@ class Mapper:
         self.ledger.dropped("lost_at_restart", lost)
         for frame in waiting:
             self._inbox.put(frame, self.config.gate.inbox_frames)
-        return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, frame_name, gated.last_stamp_ns, changed)
+        centers = np.array([k.frame.T_world_cam[:3, 3] for k in self._keyframes])
+        return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, frame_name, gated.last_stamp_ns, changed,
+                       str(facts["config"].get("checkpoint.source", "")), centers, 2 * self.config.insert.max_depth_m * self._trainer.unit_m)
 
     def _do_save_checkpoint(self, path: str) -> int:
         if not (len(self._engine) and self._keyframes):

@@ -245,5 +245,5 @@ def _checkpoint(path: str) -> str:
         f = reader.facts
         config = f["config"]
         return (f"{path}: checkpoint, {f['gaussians']:,} Gaussians, SH degree {config['engine.sh_degree']}, {config['engine.precision']} precision, {os.path.getsize(path):,} bytes\n"
-                f"{f['trainer']['steps']:,} steps, {reader.shape('frames')[0]:,} frames, frame of the map '{f['world_frame']}'\n"
+                f"{f['trainer']['steps']:,} steps, {reader.shape('frames')[0]:,} frames, frame of the map '{f['world_frame']}'" + (f"; of {source}" if (source := config.get("checkpoint.source")) else "") + "\n"
                 f"go on with it  spirula replay BAG --set checkpoint.path={path} --set checkpoint.resume=true")

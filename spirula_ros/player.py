@@ -22,7 +22,7 @@ from . import bags
 from .dds import fastdds_profile
 from .errors import InputError
 from .node_process import NodeError, NodeProcess
-from .replay import Progress, StopRequest, intake_config_for, overrides_for
+from .replay import Progress, StopRequest, intake_config_for, overrides_for, with_source
 from .report import check_out, prepare_folder, remove_results
 
 IMAGE_KINDS = ("image", "compressed")
@@ -39,6 +39,7 @@ def replay_via_ros(args) -> None:
     settings = settings_from(args)
     with bags.open_bag(args.bag) as bag, StopRequest(args.max_seconds) as stop:
         topics = bags.pick_topics(bag, overrides_for(settings, topics_from(args)))
+        settings = with_source(settings, bag, topics)
         check_out(args.out, settings.ros.output.map_file, args.mesh, settings.config)
         out = prepare_folder(args.out).absolute()
         for note in topics.notes:

@@ -26,7 +26,7 @@ from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
 from .report import check_out, prepare_folder, remove_results, write_report
-from .resume import describe, intake_for
+from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refuse_other_source
 from .settings import Settings
 
 SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
@@ -51,6 +51,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     screen = screen or sys.stderr
     with bags.open_bag(options.bag) as bag:
         topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
+        settings = with_source(settings, bag, topics)
         check_out(options.out, settings.ros.output.map_file, options.mesh, settings.config)
         out = prepare_folder(options.out)
         for note in topics.notes:
@@ -99,9 +100,10 @@ class Run:
     def __init__(self, bag: bags.Bag, topics: bags.Topics, mapper: Any, options: ReplayOptions, settings: Settings, stop: StopRequest):
         self.bag, self.topics, self.mapper, self.options, self.settings, self.stop = bag, topics, mapper, options, settings, stop
         self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
-        self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
+        self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
         self.problem = self.stopped_early = ""
+        self._any_place = settings.config.checkpoint.any_source   # .. or the first frame has been looked at
 
     def train(self, progress: Progress) -> dict[str, float]:
         """The stream and the refinement after it. Returns how long they took."""
@@ -134,6 +136,12 @@ class Run:
                 self.intake.refused(message.kind, error)
             self.mapper.world_frame = self.intake.map_frame
             progress.show(1)
+
+    def _take(self, frame) -> None:
+        if not self._any_place and (far := far_from_map(self.mapper.resumed, frame.T_world_cam)):
+            raise InputError(f"{far} {REMEDY}")
+        self._any_place = True
+        self.driver.take(frame)
 
     def _correct(self, stamps, poses) -> None:
         """A corrected path; when it is not used the mapper's hint says why."""
@@ -186,6 +194,16 @@ def overrides_for(settings: Settings, overrides: dict[str, str | None]) -> dict[
     if "intake.depth_source" in settings.given and settings.ros.intake.depth_source == "points":
         named["depth"] = ""
     return {**overrides, **named}
+
+
+def with_source(settings: Settings, bag: bags.Bag, topics: bags.Topics) -> Settings:
+    """The same, with checkpoint.source of this recording. Raises InputError when a checkpoint of another would be resumed."""
+    pose_source, image = intake_config_for(settings, topics).pose_source, topics.image or topics.compressed
+    first = next(bags.messages(bag, bags.Topics(image=image))).raw
+    source = bag_source(bag.path.resolve().name, first, image, "tf" if pose_source == "tf" else getattr(topics, pose_source))
+    checkpoint = replace(settings.config.checkpoint, source=source)
+    refuse_other_source(checkpoint)
+    return settings._replace(config=replace(settings.config, checkpoint=checkpoint))
 
 
 def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:

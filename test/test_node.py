@@ -30,6 +30,7 @@ from visualization_msgs.msg import Marker, MarkerArray
 import messages
 from fake_mapper import WRITTEN, FakeMapper
 from spirula_gpu.camera import Camera
+from spirula_gpu.checkpoint import Resumed
 from spirula_gpu.mapper import Mapper
 from spirula_ros.msg import MapStatus, VramReport
 from spirula_ros.node import TrainNode, check_path
@@ -427,6 +428,25 @@ def test_silence_names_the_incompatible_qos(rig):
     status = rig.hear(MapStatus, "status", LATCHED)
     rig.until(lambda: status and "QOS INCOMPATIBLE with ours (reliable, volatile)" in status[-1].hint)
     assert f"{rig.namespace}/robot is best_effort, volatile" in status[-1].hint
+
+
+@pytest.mark.parametrize("source, center, told", [("live: images of /a, poses of /b", 0.0, "its map is of live: images of /a"), ("", 500.0, "the first frame lies 499.9 m from the nearest keyframe"), ("", 0.0, "")])
+def test_frames_that_may_not_be_of_the_resumed_map_are_doubted_for_good(source, center, told, capfd):
+    class Resuming(FakeMapper):
+        resumed = Resumed("map.ckpt", 10, 1, 5, 0, "map", None, {}, source, np.array([[center, 0.0, 0.0]]), 40.0)
+    rig = Rig(Resuming).connected()
+    try:
+        assert rig.mapper.config.checkpoint.source == f"live: images of {rig.namespace}/image, poses of {rig.namespace}/pose"
+        heard = rig.hear(MapStatus, "status", LATCHED)
+        for n in (1, 2):
+            rig.send_frame()
+            rig.until(lambda: len(rig.mapper.frames) == n)
+        del heard[:]
+        rig.until(lambda: heard)
+        assert told in heard[-1].hint if told else not heard[-1].hint
+    finally:
+        rig.close()
+    assert capfd.readouterr().err.count(told) == 1 if told else True
 
 
 def test_another_node_of_the_same_name_is_noticed(rig, monkeypatch):

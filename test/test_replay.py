@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from spirula_gpu.report import FrameLedger, Status, VramReport, VramRow
 from spirula_ros import bags, report
 from spirula_ros.errors import InputError
 from spirula_ros.replay import Lossless, ReplayOptions, replay
+from spirula_ros.resume import bag_source, live_source, other_source
 from spirula_ros.settings import settings
 from spirula_ros.synthetic import make_bag
 from test_mapper import SMALL, frame
@@ -460,6 +462,41 @@ def test_a_second_recording_goes_on_with_the_map_of_the_first(room, tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="cut short"):
         run(room, tmp_path / "c", make=Mapper, assignments=assign)
+
+
+@pytest.mark.parametrize("rate", [None, 20.0])
+def test_the_map_of_another_recording_is_not_gone_on_with_unless_told(room, tmp_path, rate):
+    other, moved, renamed, path = tmp_path / "other", tmp_path / "moved", tmp_path / "renamed", tmp_path / "map.ckpt"
+    make_bag(other, frames=20, size=(40, 30), fps=20, seed=1, say=lambda _: None)   # as many images, the same stamps
+    shutil.copytree(room, renamed)
+    with bags.open_bag(room) as bag, bags.BagWriter(moved) as copy:
+        for message in bags.messages(bag, bags.pick_topics(bag)):
+            if message.kind == "pose":
+                (msg := message.msg).pose.position.x += 100
+                copy.message(message.topic, message.type, msg, message.recv_ns)
+            else:
+                copy.message(message.topic, message.type, message.msg, message.recv_ns)
+
+    def again(bag, *more):
+        assign = (f"checkpoint.path={path}", "checkpoint.resume=true", "engine.threads=1", "engine.backend=cpu", "train.steps_per_frame=1", *more)
+        return run(bag, tmp_path / "out", make=Mapper, assignments=assign, mesh=False, rate=rate)
+    again(room)
+    kept = path.read_bytes()
+    with pytest.raises(InputError, match=r"map.ckpt: its map is of room \(first image [0-9a-f]{8}\): images of /camera/color/image_raw, poses of /camera/pose, this run of other .* set checkpoint.any_source"):
+        again(other)
+    with pytest.raises(InputError, match=r"the first frame lies 100.0 m from the nearest keyframe of its map, which is seen from at most 40 m .* set checkpoint.any_source"):
+        again(moved)
+    assert path.read_bytes() == kept
+    first, *_ = again(renamed)
+    second, *_ = again(other, "checkpoint.any_source=true")
+    third, *_ = again(moved, "checkpoint.any_source=true")
+    assert all(mapper.resumed for mapper in (first, second, third))
+
+
+def test_what_either_does_not_know_of_its_source_makes_no_difference():
+    live, room, other = live_source("/a", "/p"), bag_source("room", b"1", "/a", "/p"), bag_source("x: (y) ", b"2", "/a", "/p")
+    assert not any(other_source(*pair) for pair in ((live, room), (room, live), ("", room), (room, ""), (live, live), (room, bag_source("renamed", b"1", "/a", "/p"))))
+    assert all(other_source(*pair) for pair in ((room, other), (live, live_source("/a", "/q")), (room, bag_source("room", b"1", "/b", "/p"))))
 
 
 # ---------------------------------------------------------------------------------------------------------- points
