@@ -588,7 +588,7 @@ class Mapper:
 
     def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
         """A corrected path of the camera, stamps [n] int64 ns and poses [n,4,4] T_world_cam: every frame that it moves visibly moves, each Gaussian with the
-        keyframe that made it; what moved is trained anew. Raises PathError when the path cannot be meant, and changes nothing."""
+        keyframe that made it; what moved is trained anew. Raises PathError when the path cannot be meant, and changes nothing; nor does it when the Gaussians cannot be moved."""
         if not self._keyframes:   # the path of what was before
             return Corrected(0, 0, 0)
         scale = self._output.image_scale(self._keyframes)
@@ -599,15 +599,16 @@ class Mapper:
                 return self._nothing_moved()
             with self._submitting:
                 found = motions(self._track, stamps, poses, scale)
-                self._track.correct(found)
-                self._gate.correct(found)
-                self._inbox.replace(found.place)
         except PathError as e:
             self._path_hint = f"the corrected path was not used: {e}"
             self._tell_status()
             raise
         self._path_hint = ""
-        gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))
+        gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))   # first: it is what may fail, and takes so long that frames come in meanwhile
+        with self._submitting:
+            self._track.correct(found)
+            self._gate.correct(found)
+            self._inbox.replace(found.place)
         keyframes = correct(list(self._keyframes), found)
         self._multiview.correct(found, self._keyframes)
         self._held_out = [found.place(frame) for frame in self._held_out]
