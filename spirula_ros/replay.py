@@ -67,10 +67,17 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
                 remove_results(out, settings.ros.output.map_file, options.mesh)
                 with viewer(run, settings, screen), Progress(mapper, bag.count(topics), screen) as progress:
                     timing = run.train(progress)
-                    outcome = run.report(out, timing)
-                    run.save()
+                    outcome, failed = "", ""
+                    try:
+                        outcome = run.report(out, timing)
+                    except InputError as error:
+                        failed = str(error)
+                    finally:
+                        unsaved = run.save()   # also when the report has failed
         finally:
             mapper.close()
+    if failed or unsaved:
+        raise InputError("; ".join(filter(None, (failed, unsaved, "" if failed else f"the other results are in '{options.out}'"))))
     if run.problem:
         print(f"warning: {run.problem}", file=screen)
     if mapper.ledger.counts().used == 0:
@@ -172,15 +179,16 @@ class Run:
         return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh,
                             map_file=self.settings.ros.output.map_file)
 
-    def save(self) -> None:
-        """The checkpoint, when checkpoint.path names one and there is a map. Raises InputError."""
+    def save(self) -> str:
+        """The checkpoint, when checkpoint.path names one and there is a map: '' or why it was not saved."""
         path = self.settings.config.checkpoint.path
         if not path or not self.mapper.status().gaussians:
-            return
+            return ""
         try:
             self.driver.ask("save_checkpoint", path)
         except OSError as error:
-            raise InputError(f"the report is in '{self.options.out}', but the checkpoint was not saved to {path}: {error.strerror}") from None
+            return f"the checkpoint was not saved to {path}: {error.strerror}"
+        return ""
 
 
 def overrides_for(settings: Settings, overrides: dict[str, str | None]) -> dict[str, str | None]:

@@ -62,24 +62,32 @@ def remove_results(out: Path, map_file: str, mesh: bool = True) -> None:
 
 def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: float | None = None, timing: dict | None = None,
                  extra: dict | None = None, mesh: bool = True, map_file: str = "map.ply") -> str:
-    """Measures the held-out frames and writes everything. Returns one sentence about the outcome. Raises InputError if `out` cannot
-    be written, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
-    out = prepare_folder(out)
+    """Saves the map, measures the held-out frames and writes everything else. Returns one sentence about the outcome. Raises InputError that says what
+    is written when something cannot be, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
+    out, written = prepare_folder(out), []
     ask = ask or (lambda name, *args: mapper.command(name, *args).result())
+
+    def write(name: str, make: Callable[..., Any], *args: Any) -> None:
+        try:
+            make(out / name, *args)
+        except OSError as error:
+            raise InputError(f"cannot write {out / name}: {error.strerror}; {', '.join(written) or 'nothing'} is written there") from None
+        written.append(name)
+    saved = lambda command: lambda path: _through_temporary(path, lambda temporary: ask(command, temporary))
+    if mapper.status().gaussians:   # first what cannot be made again
+        write(map_file, saved("save_map"))
+    if mapper.status().keyframes:
+        write("poses.txt", saved("save_poses"))
     started = time.monotonic()
     held_out = ask("evaluate")
     timing = {**(timing or {}), "evaluate_s": round(time.monotonic() - started, 3), "process_bytes": mapper.vram().process}
     report = compose(mapper, held_out, seconds, timing, extra or {})
-    write_atomically(out / "report.json", (json.dumps(report, indent=2) + "\n").encode())
-    write_renders(out / "renders", held_out)
+    write("report.json", write_atomically, (json.dumps(report, indent=2) + "\n").encode())
+    write("renders", write_renders, held_out)
     if held_out:
-        write_png(out / "compare.png", compare_picture(held_out))
-    if report["gaussians"]:
-        _through_temporary(out / map_file, lambda path: ask("save_map", path))
-        if mesh:
-            _through_temporary(out / "mesh.ply", lambda path: ask("mesh", path))
-    if report["keyframes"]:
-        _through_temporary(out / "poses.txt", lambda path: ask("save_poses", path))
+        write("compare.png", write_png, compare_picture(held_out))
+    if report["gaussians"] and mesh:
+        write("mesh.ply", saved("mesh"))
     return sentence(report, out)
 
 

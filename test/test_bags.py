@@ -2,11 +2,14 @@
 import importlib
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import messages as m
 import numpy as np
 import pytest
+from rosbags.rosbag2 import Writer
 
 from spirula_gpu.camera import Camera
 from spirula_ros import convert
@@ -213,10 +216,30 @@ def test_the_writer_refuses_and_cleans_up(tmp_path):
         with BagWriter(tmp_path / "broken") as bag:
             bag.pose("/p", S, "map", T)
             1 / 0
-    assert not (tmp_path / "broken").exists()
+    assert not list(tmp_path.glob("*broken*"))
     with pytest.raises(ValueError, match="float32"):
         with BagWriter(tmp_path / "bad") as bag:
             bag.depth("/d", S, "cam", np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("storage", ["mcap", "sqlite3"])
+def test_a_recording_is_there_when_it_is_whole(tmp_path, storage, monkeypatch):
+    """What a killed process leaves has another name, and the next one writes over it."""
+    script = "import os, sys; from spirula_ros.bags import BagWriter; bag = BagWriter(*sys.argv[1:]); bag.message('/s', 'std_msgs/msg/String', __import__('types').SimpleNamespace(data='x'), 1); os.kill(os.getpid(), 15)"
+    path = tmp_path / "bag"
+    assert subprocess.run([sys.executable, "-c", script, path, storage]).returncode == -15
+    assert not path.exists() and (tmp_path / ".bag.part").exists()
+    with BagWriter(path, storage) as bag:
+        bag.pose("/p", S, "map", T)
+        assert not path.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["bag"]
+    with open_bag(path) as bag:
+        assert bag.topics["/p"].count == 1 and not bag.problem
+    monkeypatch.setattr(Writer, "close", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(BagError, match="cannot be finished .No space left on device."):
+        with BagWriter(tmp_path / "full", storage):
+            pass
+    assert [p.name for p in tmp_path.iterdir()] == ["bag"]
 
 
 # ------------------------------------------------------------------------------------------------- choosing topics

@@ -1,9 +1,11 @@
 """`spirula replay` in one process: the loop against a test double, the report's files, and the real engine end to end."""
 import concurrent.futures
+import errno
 import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -318,6 +320,20 @@ def test_no_usable_frame_says_why(tmp_path):
         run(tmp_path / "bag", tmp_path / "out")
     frames = read_report(tmp_path / "out")["frames"]
     assert frames["in"] == 3 == sum(frames["dropped"].values()) and not (tmp_path / "out" / "map.ply").exists()
+
+
+@pytest.mark.parametrize("fails", ["write_renders", "compare_picture", "write_atomically"])
+def test_a_report_that_fails_loses_neither_map_nor_checkpoint(room, tmp_path, monkeypatch, fails):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("spirula_ros.replay.remove_results", lambda *_: None)   # which writes no renders
+    monkeypatch.setattr(report, fails, full)
+    out, path = tmp_path / "out", tmp_path / "map.ckpt"
+    with pytest.raises(OSError if fails == "compare_picture" else InputError) as error:
+        run(room, out, assignments=[f"checkpoint.path={path}"])
+    assert (out / "map.ply").exists() and (out / "poses.txt").exists() and path.exists()
+    if fails != "compare_picture":   # no matter of the disk: our bug, told as such
+        assert re.search(r"cannot write .*: No space left on device; map.ply, poses.txt(, report.json)? is written there", str(error.value))
 
 
 def test_results_of_an_earlier_run_do_not_stay_beside_the_new_report(room, tmp_path):
