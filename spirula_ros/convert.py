@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 import cv2
 import numpy as np
 
-from spirula_gpu.camera import Camera
+from spirula_gpu.camera import MAX_M, Camera
 from spirula_gpu.correct import matrices_of
 
 from .poses import matrix_from_pose, quat_from_matrix
@@ -248,6 +248,15 @@ def pose_from_msg(msg: Any) -> np.ndarray:
         raise BadMessage("bad_pose", f"quaternion (x, y, z, w) = {values[3:]} has norm {norm:.4g}, must be 1 to 0.01; its source must "
                                      "normalise it (all zeros: never set)")
     return matrix_from_pose(values[:3], [v / norm for v in values[3:]])
+
+
+def check_near(T: np.ndarray, reason: str) -> np.ndarray:
+    """T [..,4,4]. Raises BadMessage(reason) when a position is farther from the map's origin than its float32 coordinates allow."""
+    if np.abs(T[..., :3, 3]).max(initial=0) > MAX_M:
+        far = T[..., :3, 3].reshape(-1, 3)[np.abs(T[..., :3, 3]).reshape(-1, 3).max(1).argmax()]
+        raise BadMessage(reason, f"position {tuple(far.tolist())} is more than {MAX_M:g} m from the origin of the map frame, too far for the map's numbers; has its "
+                                 "source failed? Of UTM or earth coordinates take a local frame (intake.map_frame)")
+    return T
 
 
 def path_from_msg(msg: Any) -> tuple[np.ndarray, np.ndarray]:

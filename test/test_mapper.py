@@ -298,3 +298,10 @@ def test_what_the_mask_hides_makes_no_gaussian_and_trains_nothing():
     assert maps[0]._keyframes.bytes == 4 * 30 * 40 * (3 + 4 + 1)
     with pytest.raises(ValueError, match="mask is bool .*the camera says uint8"):
         frame(0, mask=mask.astype(bool))
+
+
+@pytest.mark.parametrize("change, text", [(lambda T: T * np.nan, "finite 4x4"), (lambda T: T * 1.1, "not orthonormal"), (lambda T: np.diag([1, 1, -1, 1.0]), "not orthonormal"),
+                                          (lambda T: np.block([[T[:3, :3], np.full((3, 1), 2e5)], [T[3:]]]), "more than 100000 m")])
+def test_a_frame_of_an_absurd_pose_is_none(change, text):
+    with pytest.raises(ValueError, match=text):
+        frame(0, T_world_cam=change(np.eye(4)))
