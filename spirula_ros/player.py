@@ -40,7 +40,7 @@ def replay_via_ros(args) -> None:
     with bags.open_bag(args.bag) as bag, StopRequest(args.max_seconds) as stop:
         topics = bags.pick_topics(bag, overrides_for(settings, topics_from(args)))
         settings = with_source(settings, bag, topics)
-        check_out(args.out, settings.ros.output.map_file, args.mesh, settings.config)
+        check_out(args.out, args.bag, settings.ros.output.map_file, args.mesh, settings.config)
         out = prepare_folder(args.out).absolute()
         for note in topics.notes:
             print(note, file=sys.stderr)

@@ -52,7 +52,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     with bags.open_bag(options.bag) as bag:
         topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
         settings = with_source(settings, bag, topics)
-        check_out(options.out, settings.ros.output.map_file, options.mesh, settings.config)
+        check_out(options.out, options.bag, settings.ros.output.map_file, options.mesh, settings.config)
         out = prepare_folder(options.out)
         for note in topics.notes:
             print(note, file=screen)

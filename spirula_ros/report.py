@@ -45,8 +45,11 @@ def results(out: str | Path, map_file: str, mesh: bool) -> list[Path]:
     return [Path(out) / name for name in ("report.json", "compare.png", "poses.txt", map_file, *(["mesh.ply"] if mesh else []))]
 
 
-def check_out(out: str | Path, map_file: str, mesh: bool, config: Config) -> None:
-    """That the results do not take the place of what the run begins with. Raises InputError."""
+def check_out(out: str | Path, bag: str | Path, map_file: str, mesh: bool, config: Config) -> None:
+    """That the results do not take the place of what the run begins with, nor lie among the files of the recording. Raises InputError."""
+    bag = Path(bag).resolve()
+    if Path(out).resolve() in (bag, bag.parent if (bag.parent / "metadata.yaml").exists() else bag):
+        raise InputError(f"--out {out} is the recording itself: its files and the results would mix; choose another --out")
     written = {path.resolve() for path in results(out, map_file, mesh)}
     for name, path in (("train.start_map", config.train.start_map), ("checkpoint.path", config.checkpoint.path)):
         if path and Path(path).resolve() in written:

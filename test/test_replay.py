@@ -367,6 +367,20 @@ def test_what_a_run_begins_with_is_not_written_over(name, file, room, tmp_path):
     assert (out / file).read_text() == ("ply\n" if name == "checkpoint.path" else "good")   # where it goes on, there it is saved
 
 
+def test_the_recording_is_no_place_for_results_but_the_folder_around_it_is(room, tmp_path, monkeypatch):
+    bag = tmp_path / "bag"
+    shutil.copytree(room, bag)
+    before, file = sorted(p.name for p in bag.iterdir()), next(bag.glob("*.mcap"))
+    monkeypatch.chdir(bag)
+    for recording, out in ((bag, bag), (bag, "."), (file, bag), (file, file), (file.name, "../bag/")):
+        with pytest.raises(InputError, match="--out .* is the recording itself.*choose another --out"):
+            run(recording, out)
+    assert sorted(p.name for p in bag.iterdir()) == before
+    run(bag, tmp_path)   # as `make demo` has it
+    shutil.copy(file, tmp_path / "alone.mcap")
+    run(tmp_path / "alone.mcap", tmp_path)
+
+
 def test_a_mesh_that_is_not_written_may_be_the_start(room, tmp_path):
     (tmp_path / "mesh.ply").write_text("good")
     run(room, tmp_path, mesh=False, assignments=[f"train.start_map={tmp_path}/mesh.ply"])
