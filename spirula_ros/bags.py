@@ -101,6 +101,10 @@ class Bag:
         """How many messages `messages(bag, topics)` yields, if the recording is whole: for a progress bar."""
         return sum(self.topics[t].count for t in topics.chosen())
 
+    def images(self, topics: Topics) -> int:
+        """.. and how many of them are images."""
+        return self.topics[topics.image or topics.compressed].count
+
     def close(self) -> None:
         while self._readers:
             self._readers.pop().close()

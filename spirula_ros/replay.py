@@ -30,6 +30,7 @@ from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refu
 from .settings import Settings
 
 SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
+IMAGE_KINDS = ("image", "compressed")
 PAUSED_S = 0.02                 # between looks at whether a paused mapper goes on
 
 
@@ -109,7 +110,7 @@ class Run:
         self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
-        self.problem = self.stopped_early = ""
+        self.problem, self.stopped_early, self.images_sent = "", "", 0
         self._any_place = settings.config.checkpoint.any_source   # .. or the first frame has been looked at
 
     def train(self, progress: Progress) -> dict[str, float]:
@@ -142,6 +143,7 @@ class Run:
             except BadMessage as error:
                 self.intake.refused(message.kind, error)
             self.mapper.world_frame = self.intake.map_frame
+            self.images_sent += message.kind in IMAGE_KINDS
             progress.show(1)
 
     def _take(self, frame) -> None:
@@ -174,7 +176,7 @@ class Run:
 
     def report(self, out: Path, timing: dict[str, float]) -> str:
         extra = {"bag": Path(self.options.bag).name, "mode": "lossless" if self.options.rate is None else f"rate {self.options.rate:g}",
-                 "topics": self.topics.chosen(), "stopped_early": self.stopped_early, "bag_problem": self.problem,
+                 "topics": self.topics.chosen(), "images_sent": self.images_sent, "images": self.bag.images(self.topics), "stopped_early": self.stopped_early, "bag_problem": self.problem,
                  "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}
         return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh,
                             map_file=self.settings.ros.output.map_file)

@@ -128,7 +128,16 @@ def sentence(report: dict, out: Path) -> str:
     frames = report["frames"]
     why = f" ({report['hint']})" if report["hint"] else ""
     return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps; frames {frames['in']} in, {frames['used']} used, "
-            f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames; {out}/report.json")
+            f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames{cut_short(report)}; {out}/report.json")
+
+
+def cut_short(report: dict) -> str:
+    """That the replay ended before the recording or its refinement did; '' when it did not, or the report does not know."""
+    why = {"max_seconds": "cut short by --max-seconds", "interrupted": "interrupted"}.get(report.get("stopped_early", ""))
+    if not why:
+        return ""
+    sent, images = report["images_sent"], report["images"]
+    return f"; {why} " + (f"after {sent} of {images} images" if sent < images else "during the refinement")
 
 
 def write_renders(folder: Path, held_out: list) -> None:

@@ -141,7 +141,7 @@ def test_lossless_waits_for_every_frame(room, tmp_path):
     assert KEYS <= set(found) and found["steps"] == 40 and found["backend"] == "double" and found["stopped_early"] == ""
     assert found["vram"] == {"splat": 1000, "image": 10} and found["heldout_psnr"] == 22.0 and found["heldout_cc_psnr"] == 23.0
     assert found["train_psnr"] is None  # NaN
-    assert "20 in, 20 used" in sentence and "22.00 dB" in sentence
+    assert "20 in, 20 used" in sentence and "cut short" not in sentence and "22.00 dB" in sentence
 
 
 def test_files(room, tmp_path):
@@ -181,14 +181,16 @@ def test_a_slow_mapper_drops_and_says_so(room, tmp_path):
 def test_max_seconds_stops_reading(room, tmp_path):
     class Slow(DoubleMapper):
         busy_s = 0.1
-    _, found, _ = run(room, tmp_path / "out", Slow, max_seconds=0.45, refine_seconds=60)
+    _, found, sentence = run(room, tmp_path / "out", Slow, max_seconds=0.45, refine_seconds=60)
+    assert f"cut short by --max-seconds after {found['images_sent']} of 20 images" in sentence and found["images_sent"] < 20
     assert found["stopped_early"] == "max_seconds" and 2 <= found["frames"]["in"] < 12 and found["seconds"] < 2
     assert found["frames"]["in"] == found["frames"]["used"]
     assert (tmp_path / "out" / "compare.png").exists()
 
 
 def test_max_seconds_leaves_the_rest_to_refinement(room, tmp_path):
-    _, found, _ = run(room, tmp_path / "out", max_seconds=1.0, refine_seconds=60)
+    _, found, sentence = run(room, tmp_path / "out", max_seconds=1.0, refine_seconds=60)
+    assert "cut short by --max-seconds during the refinement" in sentence
     assert found["stopped_early"] == "max_seconds" and found["frames"]["in"] == 20 and found["timing"]["refine_s"] > 0.3
 
 
