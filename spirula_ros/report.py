@@ -136,8 +136,8 @@ def cut_short(report: dict) -> str:
     why = {"max_seconds": "cut short by --max-seconds", "interrupted": "interrupted"}.get(report.get("stopped_early", ""))
     if not why:
         return ""
-    sent, images = report["images_sent"], report["images"]
-    return f"; {why} " + (f"after {sent} of {images} images" if sent < images else "during the refinement")
+    sent, images = report.get("images_sent", 0), report.get("images", 0)
+    return f"; {why}" + (f" after {sent} of {images} images" if sent < images else " during the refinement" if images else "")
 
 
 def write_renders(folder: Path, held_out: list) -> None:
