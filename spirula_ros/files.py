@@ -51,8 +51,8 @@ def run_convert(args) -> None:
     kind = format_of(args.target)
     splats = _read(args.source)
     n, degree = len(splats.means), splats.degree
-    keep = splats.finite()
-    print(f"{args.source}: {n:,} Gaussians, SH degree {degree}, {os.path.getsize(args.source):,} bytes" + (f"; {n - keep.sum():,} are not finite: left out" if not keep.all() else ""))
+    keep = splats.sound()
+    print(f"{args.source}: {n:,} Gaussians, SH degree {degree}, {os.path.getsize(args.source):,} bytes" + (f"; {complaint}: left out" if (complaint := splats.complaint()) else ""))
     faint = keep & (opacities(splats) < args.min_opacity)
     if args.min_opacity:
         print(f"--min-opacity {args.min_opacity:g}: {faint.sum():,} left out")
@@ -131,11 +131,11 @@ def _map(path: str, kind) -> str:
     from spirula_gpu.formats import FORMATS
     from spirula_gpu.splats import opacities
     splats = _read(path)
-    n, size, finite = len(splats.means), os.path.getsize(path), splats.finite()
+    n, size, sound = len(splats.means), os.path.getsize(path), splats.sound()
     lines = [f"{path}: {kind.name}, {n:,} Gaussians, SH degree {splats.degree}, {size:,} bytes ({size / max(n, 1):.1f} each)"]
-    if not finite.all():
-        lines.append(f"not finite  {n - finite.sum():,}: never drawn; `spirula convert` leaves them out")
-    splats = splats.chosen(finite)
+    if complaint := splats.complaint():
+        lines.append(f"UNSOUND  {complaint}: damaged? `spirula convert` leaves them out")
+    splats = splats.chosen(sound)
     if len(splats.means):
         lines += _bounds(splats.means)
         scales = np.exp(splats.log_scales.max(1).astype(np.float64))

@@ -27,6 +27,9 @@ def view(path: str, config: WebConfig, up: str = "z", stop: threading.Event | No
         raise InputError(f"{path}: {error.strerror}") from None
     if splats is not None and not len(splats.means):
         raise InputError(f"{path}: no Gaussians")
+    if splats is not None and (complaint := splats.complaint()):
+        print(f"{path}: {complaint}: left out; damaged?", flush=True)
+        splats = splats.chosen(splats.sound())
     mesh = _read_mesh(path) if splats is None else None
     server, url = open_server(config, os.path.basename(path))
     try:

@@ -162,7 +162,7 @@ def test_convert_cuts_what_is_asked(capsys):
     b, keep = read_map("b.ply"), (opacities(a) >= 0.5) & np.isfinite(a.means[:, 0])
     np.testing.assert_array_equal(b.means, a.means[keep])
     np.testing.assert_array_equal(b.sh, a.sh[keep][:, :4])
-    assert code == 0 and "1 are not finite: left out" in out and "lost: SH degrees 2 to 3" in out and f"0.5: {199 - keep.sum()} left out" in out
+    assert code == 0 and "1 of 200 Gaussians are not finite or absurd (1 not finite): left out" in out and "lost: SH degrees 2 to 3" in out and f"0.5: {199 - keep.sum()} left out" in out
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -185,7 +185,7 @@ def test_info_of_a_map(capsys):
     _, out, _ = spirula(capsys, "info", "a.ply")
     share = 100 * np.mean(opacities(a)[1:] < 0.1)
     assert "spirula replay BAG --set train.start_map=a.ply --out " in out   # the default folder may be the one that it lies in
-    assert "3DGS .ply, 1,000 Gaussians, SH degree 2" in out and "not finite  1:" in out and f"x {a.means[1:, 0].min():.3f} to" in out and f"{share:5.1f} %" in out
+    assert "3DGS .ply, 1,000 Gaussians, SH degree 2" in out and "UNSOUND  1 of 1,000 Gaussians are not finite or absurd (1 not finite)" in out and f"x {a.means[1:, 0].min():.3f} to" in out and f"{share:5.1f} %" in out
 
 
 def test_info_of_everything_else(capsys, trained, tmp_path):
