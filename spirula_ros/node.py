@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import signal
 import sys
 import threading
@@ -74,6 +75,7 @@ class TrainNode(Node):
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera, self._resume_hint = "", None, ""
         self._twins, self._twins_at = "", 0.0
+        self._limit, self._limits_told = ("", 0.0), set()  # what limits the map, without its numbers, since when; what was said of that
         self._first_at, self._used_at, self._explained_at = None, time.monotonic(), 0.0
         self._images_at_finish = -1
         self._doubt_source(self.mapper.resumed and other_source(self.mapper.resumed.source, self.config.checkpoint.source))
@@ -181,6 +183,16 @@ class TrainNode(Node):
         self._hint = explain(self, self.inputs, self.intake, silent_s)
         self.get_logger().warning(self._hint)
 
+    def _explain_limit(self, now: float) -> None:
+        """What the mapper's hint says for longer than a moment goes into the log too, once."""
+        hint = self.mapper.status().hint
+        kind = re.sub(r"\d[\d.,]*", "", hint)
+        if kind != self._limit[0]:
+            self._limit = kind, now
+        elif kind and kind not in self._limits_told and now >= self._limit[1] + self.ros.watch.silence_s:
+            self._limits_told.add(kind)
+            self.get_logger().warning(hint)
+
     def _look_for_twins(self, now: float) -> None:
         if now < self._twins_at + TWINS_S:
             return
@@ -194,6 +206,7 @@ class TrainNode(Node):
         self.intake.poll()
         self._explain_silence(time.monotonic())
         self._look_for_twins(time.monotonic())
+        self._explain_limit(time.monotonic())
         wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, 1 / self.ros.publish.render_hz)
         self.mapper.wants = self.web.wanted(wants) if self.web else wants
         self.outputs.publish(self.ros.publish, "\n".join(filter(None, (self._twins, self._resume_hint, self._hint))), self.internal_error)
@@ -238,6 +251,7 @@ class TrainNode(Node):
     async def _reset(self, request, response):
         def done(_):
             self.outputs.mesh.clear()
+            self._limits_told.clear()
             return "the map is empty"
         return await self._answer(response, lambda: self.mapper.command("reset"), done)
 

@@ -83,12 +83,12 @@ class Rig:
         self.until(lambda: all(p.get_subscription_count() for p in (self.image, self.depth, self.info, self.pose)))
         return self
 
-    def send_frame(self, wrong=None, wall_m=2.0, rgb=None):
+    def send_frame(self, wrong=None, wall_m=2.0, rgb=None, moves=0.1):
         """One complete frame of a wall; wrong: "nan pose" | "short image" | "no pose"."""
         self.sent += 1
         head = header(self.sent * 100_000_000, "camera")
         pose = PoseStamped(header=header(self.sent * 100_000_000, "map"))
-        pose.pose.orientation.w, pose.pose.position.x = 1.0, math.nan if wrong == "nan pose" else 0.1 * self.sent
+        pose.pose.orientation.w, pose.pose.position.x = 1.0, math.nan if wrong == "nan pose" else moves * self.sent
         image = image_msg(np.full((48, 64, 3), self.sent, np.uint8) if rgb is None else rgb, head)
         if wrong == "short image":
             image.data = image.data[:100]
@@ -447,6 +447,25 @@ def test_frames_that_may_not_be_of_the_resumed_map_are_doubted_for_good(source, 
     finally:
         rig.close()
     assert capfd.readouterr().err.count(told) == 1 if told else True
+
+
+def test_what_limits_the_map_is_logged_once_when_it_lasts(capfd):
+    """A camera that stands still, without depth: all of it real."""
+    rig = Rig(Mapper, **{"intake.depth": "ignore", "engine.backend": "cpu", "engine.threads": 1, "watch.silence_s": 0.5, "gate.min_translation_m": 0.0, "publish.status_hz": 20.0})
+    try:
+        rig.until(lambda: all(p.get_subscription_count() for p in (rig.image, rig.info, rig.pose)))
+        rgb = np.random.default_rng(0).integers(0, 256, (48, 64, 3)).astype(np.uint8)
+        deadline = time.monotonic() + 20
+        while not rig.node._limits_told and time.monotonic() < deadline:
+            rig.send_frame(rgb=rgb, moves=0.0)
+            rig.spin(0.1)
+        for _ in range(8):
+            rig.send_frame(rgb=rgb, moves=0.0)
+            rig.spin(0.1)
+        assert "move the camera sideways" in rig.node.mapper.status().hint
+    finally:
+        rig.close()
+    assert capfd.readouterr().err.count("move the camera sideways") == 1
 
 
 def test_another_node_of_the_same_name_is_noticed(rig, monkeypatch):
