@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 
 def param(default: Any, unit: str, help: str, low: float | None = None, high: float | None = None, live: bool = False):
@@ -147,12 +147,21 @@ def replaced(config: Any, values: dict[str, Any]) -> Any:
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:
-            near = [k for k in known if k.split(".")[-1] == name.split(".")[-1]] or difflib.get_close_matches(name, known, 1)
-            near = near or [k for leaf in difflib.get_close_matches(name.split(".")[-1], [k.split(".")[-1] for k in known], 1) for k in known if k.endswith(f".{leaf}")]
-            raise ValueError(f"unknown parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+            raise unknown(name, known)
         group, leaf = name.split(".")
         groups.setdefault(group, {})[leaf] = checked(name, value, *known[name])
     return dataclasses.replace(config, **{g: dataclasses.replace(getattr(config, g), **v) for g, v in groups.items()})
+
+
+def unknown(name: str, known: Iterable[str]) -> ValueError:
+    """What to raise, with the known name that was meant, if one is near: by the part behind the point first, then by the group."""
+    def alike(a: str, b: str) -> float:
+        return 1.0 if a == b else 0.9 if min(len(a), len(b)) > 3 and (a.startswith(b) or b.startswith(a)) else difflib.SequenceMatcher(None, a, b).ratio()
+    parts = lambda x: ("", *x.rsplit(".", 1))[-2:]
+    (group, leaf), known = parts(name), [*known]
+    score = {k: (alike(leaf, parts(k)[1]), alike(group, parts(k)[0]) if group else 1.0) for k in known}
+    near = max(known, key=lambda k: score[k][0] + score[k][1] / 2)
+    return ValueError(f"unknown parameter '{name}'" + (f"; did you mean '{near}'?" if score[near][0] == 1 or min(score[near]) >= 0.7 else ""))
 
 
 def checked(name: str, value: Any, current: Any, f: dataclasses.Field) -> Any:

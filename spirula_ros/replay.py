@@ -92,8 +92,9 @@ def viewer(run: Run, settings: Settings, screen: TextIO) -> Iterator[None]:
     if not settings.ros.web.enabled:
         yield
         return
-    from .web import Viewer
-    web = Viewer(run.mapper, settings.ros.web, note=lambda: run.intake.last_problem, save_to=settings.ros.output.map_path, drive=True)
+    from .web import Named, Viewer
+    web = Viewer(run.mapper, settings.ros.web, note=lambda: run.intake.last_problem, save_to=settings.ros.output.map_path, drive=True,
+                 named=Named("--set web.host", "--web PORT", "--set web.token"))
     print(f"viewer: {web.url}", file=screen, flush=True)
     try:
         yield

@@ -36,7 +36,7 @@ def prepare_folder(out: str | Path) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"cannot write into '{out}': {error.strerror}; choose another --out") from None
+        raise InputError(f"cannot write into '{out}': {error.strerror}; choose another folder (--out; of a node output.report_dir)") from None
     return out
 
 

@@ -15,7 +15,7 @@ from spirula_gpu.config import CheckpointConfig
 from .errors import InputError
 from .intake import IntakeConfig
 
-REMEDY = "if both have the same map frame, set checkpoint.any_source to true; else start without checkpoint.resume"
+REMEDY = "if both have the same map frame: --set checkpoint.any_source=true; else start without checkpoint.resume"
 
 
 def intake_for(done: Resumed | None, config: IntakeConfig) -> IntakeConfig:

@@ -412,7 +412,7 @@ def test_without_depth_and_with_odometry(tmp_path):
 
 def test_unwritable_folder_is_found_before_any_work(room, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot write into .*choose another --out"):
+    with pytest.raises(InputError, match="cannot write into .*choose another folder"):
         run(room, tmp_path / "file" / "out", make=lambda config: pytest.fail("work was done"))
 
 
