@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import Any, Callable, NamedTuple
 
@@ -152,7 +153,16 @@ def mask_from_msg(msg: Any) -> np.ndarray:
     return (raw != 0).astype(np.uint8)
 
 
+def looks_like_mask(msg: Any) -> bool:
+    """Whether an image message has one integer channel with two values: no camera makes that. Raises BadMessage as mask_from_msg does."""
+    if not hasattr(msg, "format") and msg.encoding not in _MASKS:
+        return False
+    raw = _decompressed(msg, cv2.IMREAD_UNCHANGED) if hasattr(msg, "format") else _pixels(msg, _MASKS[msg.encoding], 1)
+    return raw.ndim == 2 and len(np.unique(raw)) == 2
+
+
 _MASKS = {"mono8": np.uint8, "8UC1": np.uint8, "8SC1": np.int8, "mono16": np.uint16, "16UC1": np.uint16}
+MASK_NAME = re.compile(r"(^|[/_])masks?($|[/_])")  # topics that say what they are
 PNG_MAGIC = np.frombuffer(b"\x89PNG", np.uint8)
 
 

@@ -277,6 +277,26 @@ def test_compressed_topics_and_two_cameras(tmp_path):
         assert topics.depth == "/front/depth/image/compressedDepth" and topics.pose_source == "pose"
 
 
+@pytest.mark.parametrize("mask", ["/people", "/camera/color/people_mask"])   # by what is in it; by its name
+def test_masks_are_no_images(tmp_path, mask):
+    def bag(name, *images):
+        with BagWriter(tmp_path / name) as out:
+            for topic, image in images:
+                out.image(topic, S, "cam", image)
+            out.info("/camera_info", S, "cam", CAMERA)
+            out.pose("/p", S, "map", T)
+        return tmp_path / name
+    two = np.where(DEPTH[0] > 2, 255, 0).astype(np.uint8)
+    with open_bag(bag("both", (mask, two), ("/zoom", RGB[0]), ("/z_mono", RGB[0, ..., 0]))) as found:
+        topics = pick_topics(found)
+        assert topics.image == "/z_mono" and topics.mask == "" and not any(mask in note for note in topics.notes if note.startswith("image")), topics
+        assert f"mask: none; if what is 0 in {mask} is not of the scene, name it: --mask-topic" in topics.notes
+        named = pick_topics(found, {"mask": mask, "image": "/zoom"})
+        assert named.mask == mask and not any(note.startswith(("mask", "image")) for note in named.notes)
+    with open_bag(bag("alone", ("/camera/masks", two))) as found, pytest.raises(BagError, match="no topic with an image"):
+        pick_topics(found)
+
+
 def test_refused_topics_list_what_is_there(tmp_path):
     with open_bag(record(tmp_path / "bag", {"/image": IMAGE, "/odom": "nav_msgs/msg/Odometry"})) as bag:
         with pytest.raises(BagError, match="no topic with a CameraInfo;(.|\n)*/image  sensor_msgs/msg/Image  1 messages"):

@@ -423,6 +423,18 @@ def test_silence_names_the_topic_without_publisher_and_the_wrong_qos(rig):
     assert "sends std_msgs/msg/String: WRONG TYPE" in hint
 
 
+@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3}], indirect=True)
+def test_what_is_offered_for_a_missing_image_is_no_mask_and_no_other_input(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.robot.destroy_publisher(rig.image)
+    for name in ("front/image", "front/mask"):
+        rig.robot.create_publisher(Image, name, 10)
+    rig.until(lambda: status and "front/image" in status[-1].hint)
+    rig.spin(1.0)
+    line = next(line for line in status[-1].hint.splitlines() if f"{rig.namespace}/image [" in line)
+    assert f"sensor_msgs/msg/Image is published on {rig.namespace}/front/image;" in line, line
+
+
 @pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "qos.sensors": "reliable"}], indirect=True)
 def test_silence_names_the_incompatible_qos(rig):
     status = rig.hear(MapStatus, "status", LATCHED)
