@@ -103,6 +103,7 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "keyframes": status.keyframes,
         "gaussians": status.gaussians,
         "steps": status.steps,
+        "steps_due": counts.used * mapper.config.train.steps_per_frame,
         "corrections": status.corrections,
         "hint": status.hint,
         "seconds": seconds,
@@ -127,8 +128,14 @@ def sentence(report: dict, out: Path) -> str:
     psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
     frames = report["frames"]
     why = f" ({report['hint']})" if report["hint"] else ""
-    return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps; frames {frames['in']} in, {frames['used']} used, "
+    return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps{too_few(report)}; frames {frames['in']} in, {frames['used']} used, "
             f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames{cut_short(report)}; {out}/report.json")
+
+
+def too_few(report: dict) -> str:
+    """That there was no time for the steps that are due for the frames; '' when there was."""
+    due = report.get("steps_due", 0)
+    return "" if report["steps"] >= due else f" of {due} due for the frames (train.steps_per_frame; a lower --rate, --lossless or --refine-steps {due - report['steps']} gives them time)"
 
 
 def cut_short(report: dict) -> str:

@@ -144,6 +144,15 @@ def test_lossless_waits_for_every_frame(room, tmp_path):
     assert "20 in, 20 used" in sentence and "cut short" not in sentence and "22.00 dB" in sentence
 
 
+def test_steps_that_there_was_no_time_for_are_told(room, tmp_path):
+    """The double makes two steps a frame."""
+    _, found, sentence = run(room, tmp_path / "out", assignments=["train.steps_per_frame=5"])
+    assert found["steps"] == 40 and found["steps_due"] == 100
+    assert "40 steps of 100 due for the frames (train.steps_per_frame; a lower --rate, --lossless or --refine-steps 60 gives them time)" in sentence
+    for assignments, options in ((["train.steps_per_frame=2"], {}), (["train.steps_per_frame=5"], {"refine_steps": 60})):
+        assert "due" not in run(room, tmp_path / "out", assignments=assignments, **options)[2]
+
+
 def test_files(room, tmp_path):
     out = tmp_path / "out"
     (out / "renders").mkdir(parents=True)
@@ -514,9 +523,9 @@ def test_the_map_of_another_recording_is_not_gone_on_with_unless_told(room, tmp_
         return run(bag, tmp_path / "out", make=Mapper, assignments=assign, mesh=False, rate=rate)
     again(room)
     kept = path.read_bytes()
-    with pytest.raises(InputError, match=r"map.ckpt: its map is of room \(first image [0-9a-f]{8}\): images of /camera/color/image_raw, poses of /camera/pose, this run of other .* set checkpoint.any_source"):
+    with pytest.raises(InputError, match=r"map.ckpt: its map is of room \(first image [0-9a-f]{8}\): images of /camera/color/image_raw, poses of /camera/pose, this run of other .* --set checkpoint.any_source=true"):
         again(other)
-    with pytest.raises(InputError, match=r"the first frame lies 100.0 m from the nearest keyframe of its map, which is seen from at most 40 m .* set checkpoint.any_source"):
+    with pytest.raises(InputError, match=r"the first frame lies 100.0 m from the nearest keyframe of its map, which is seen from at most 40 m .* --set checkpoint.any_source=true"):
         again(moved)
     assert path.read_bytes() == kept
     first, *_ = again(renamed)
