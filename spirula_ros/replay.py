@@ -65,7 +65,6 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
                 print(line, file=screen)
             with StopRequest(options.max_seconds) as stop:
                 run = Run(bag, topics, mapper, options, settings, stop)
-                remove_results(out, settings.ros.output.map_file, options.mesh)
                 with viewer(run, settings, screen), Progress(mapper, bag.count(topics), screen) as progress:
                     timing = run.train(progress)
                     outcome, failed = "", ""
@@ -112,7 +111,7 @@ class Run:
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
         self.problem, self.stopped_early, self.images_sent = "", "", 0
-        self._any_place = settings.config.checkpoint.any_source   # .. or the first frame has been looked at
+        self._begun = False
 
     def train(self, progress: Progress) -> dict[str, float]:
         """The stream and the refinement after it. Returns how long they took."""
@@ -148,10 +147,16 @@ class Run:
             progress.show(1)
 
     def _take(self, frame) -> None:
-        if not self._any_place and (far := far_from_map(self.mapper.resumed, frame.T_world_cam)):
-            raise InputError(f"{far} {REMEDY}")
-        self._any_place = True
+        if not self._begun:
+            if not self.settings.config.checkpoint.any_source and (far := far_from_map(self.mapper.resumed, frame.T_world_cam)):
+                raise InputError(f"{far} {REMEDY}")
+            self._begin()
         self.driver.take(frame)
+
+    def _begin(self) -> None:
+        """From here on the results are of this run; one that is refused before leaves those of an earlier one."""
+        remove_results(Path(self.options.out), self.settings.ros.output.map_file, self.options.mesh)
+        self._begun = True
 
     def _correct(self, stamps, poses) -> None:
         """A corrected path; when it is not used the mapper's hint says why."""
@@ -176,6 +181,8 @@ class Run:
             progress.show(0)
 
     def report(self, out: Path, timing: dict[str, float]) -> str:
+        if not self._begun:   # no frame came
+            self._begin()
         extra = {"bag": Path(self.options.bag).name, "mode": "lossless" if self.options.rate is None else f"rate {self.options.rate:g}",
                  "topics": self.topics.chosen(), "images_sent": self.images_sent, "images": self.bag.images(self.topics), "stopped_early": self.stopped_early, "bag_problem": self.problem,
                  "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}

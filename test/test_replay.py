@@ -522,12 +522,12 @@ def test_the_map_of_another_recording_is_not_gone_on_with_unless_told(room, tmp_
         assign = (f"checkpoint.path={path}", "checkpoint.resume=true", "engine.threads=1", "engine.backend=cpu", "train.steps_per_frame=1", *more)
         return run(bag, tmp_path / "out", make=Mapper, assignments=assign, mesh=False, rate=rate)
     again(room)
-    kept = path.read_bytes()
+    kept, results = path.read_bytes(), {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
     with pytest.raises(InputError, match=r"map.ckpt: its map is of room \(first image [0-9a-f]{8}\): images of /camera/color/image_raw, poses of /camera/pose, this run of other .* --set checkpoint.any_source=true"):
         again(other)
     with pytest.raises(InputError, match=r"the first frame lies 100.0 m from the nearest keyframe of its map, which is seen from at most 40 m .* --set checkpoint.any_source=true"):
         again(moved)
-    assert path.read_bytes() == kept
+    assert path.read_bytes() == kept and {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == results
     first, *_ = again(renamed)
     second, *_ = again(other, "checkpoint.any_source=true")
     third, *_ = again(moved, "checkpoint.any_source=true")
