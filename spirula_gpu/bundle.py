@@ -17,9 +17,12 @@ ITERATIONS = 3, 6     # of the depths of corners alone, which leaves what no dep
 LEAST = 20            # tracks of a view; with fewer its pose stays as it is
 
 
-def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[tuple[np.ndarray, Camera, np.ndarray]]) -> list[np.ndarray]:
-    """T_view_ref [4,4] float64 of each view, corrected. gray [h,w] uint8, depth_m [h,w] along z, 0 = unknown, at least roughly right; views: (gray, camera, T_view_ref)."""
-    corners = cv2.goodFeaturesToTrack(gray, CORNERS, 0.01, max(3, max(gray.shape) // 50))
+def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[tuple[np.ndarray, Camera, np.ndarray]],
+             shown: list[np.ndarray | None] | None = None) -> list[np.ndarray]:
+    """T_view_ref [4,4] float64 of each view, corrected. gray [h,w] uint8, depth_m [h,w] along z, 0 = unknown, at least roughly right; views: (gray, camera, T_view_ref);
+    shown: of the reference and each view, [h,w] uint8, 0 = not of the scene: no corner is there; None: all is."""
+    shown = [None if s is None else cv2.erode(s, np.ones((WINDOW_PX, WINDOW_PX), np.uint8)) for s in shown or [None] * (1 + len(views))]
+    corners = cv2.goodFeaturesToTrack(gray, CORNERS, 0.01, max(3, max(gray.shape) // 50), mask=shown[0])
     T = [t for _, _, t in views]
     if corners is None:
         return T
@@ -31,6 +34,9 @@ def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[
     size = np.max([gray.shape, *(g.shape for g, _, _ in views)], axis=0)   # optical flow wants images of one size
     seen, there = zip(*(_tracked(_padded(gray, size), corners, rays, inv, (_padded(g, size), c, t)) for g, c, t in views))
     seen, there = np.array(seen), np.array(there, float)          # [V,F], [V,F,2]
+    for found, at, s in zip(seen, there, shown[1:]):
+        if s is not None:
+            found &= s[tuple(np.clip(at.astype(int), 0, np.array(s.shape[::-1]) - 1).T[::-1])] > 0
     seen[seen.sum(1) < LEAST] = False
     return _fitted(rays, inv, [c for _, c, _ in views], T, seen, there, float(np.median(known)))
 

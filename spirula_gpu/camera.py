@@ -34,6 +34,9 @@ class Camera:
         return replace(self, width=width, height=height, fx=self.fx * sx, fy=self.fy * sy, cx=self.cx * sx, cy=self.cy * sy)
 
 
+MAX_M = 1e5  # of a coordinate: there the map's float32 is exact to 4 mm
+
+
 @dataclass(frozen=True)
 class Frame:
     """One posed image. rgb [H,W,3] uint8; depth_m [H,W] float32, camera z in metres, 0 = unknown, or None; samples of a lidar, with gaps between
@@ -62,6 +65,8 @@ class Frame:
             raise ValueError("T_world_cam must be a finite 4x4 matrix")
         if np.abs(R @ R.T - np.eye(3)).max() > 1e-3 or np.linalg.det(R) < 0:
             raise ValueError("T_world_cam: the rotation is not orthonormal to 1e-3")
+        if np.abs(self.T_world_cam[:3, 3]).max() > MAX_M:
+            raise ValueError(f"T_world_cam: {self.T_world_cam[:3, 3].tolist()} is more than {MAX_M:g} m from the map's origin; the map needs one nearby")
 
     @property
     def T_cam_world(self) -> np.ndarray:

@@ -49,6 +49,9 @@ class Resumed(NamedTuple):
     world_frame: str     # '' when the writer did not say
     last_stamp_ns: int | None               # of the newest frame that became a keyframe
     changed: dict[str, tuple[Any, Any]]     # parameters: (then, now); the run's own are used
+    source: str          # checkpoint.source of the run that wrote it; '' when it did not say
+    centers: np.ndarray  # [keyframes,3] of their cameras, map frame
+    sight_m: float       # a camera farther than this from all of them sees nothing of the map
 
 
 def write_map(path: str | os.PathLike, engine: Engine, frames: list[Stored], gated: Gated, past: Past, config: Config, facts: dict) -> int:

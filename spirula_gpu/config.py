@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 
 def param(default: Any, unit: str, help: str, low: float | None = None, high: float | None = None, live: bool = False):
@@ -117,6 +117,8 @@ class CheckpointConfig:
     path: str = param("", "", "everything that training needs is saved here, also when the node stops; training stands still meanwhile; empty = off")
     period_s: float = param(60.0, "s", "time between saves while the map changes, at least 20 times what a save takes; 0 = only at the end", 0, 86400, True)
     resume: bool = param(False, "", "go on from checkpoint.path when the file is there; a damaged one is refused")
+    source: str = param("", "", "what the frames come from, kept in the file: `spirula replay` says it, and the node where this is empty")
+    any_source: bool = param(False, "", "a replay may go on with the map of another recording, other topics, or from a place far from that map; both must have the same map frame")
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,21 @@ def replaced(config: Any, values: dict[str, Any]) -> Any:
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:
-            near = [k for k in known if k.split(".")[-1] == name.split(".")[-1]] or difflib.get_close_matches(name, known, 1)
-            near = near or [k for leaf in difflib.get_close_matches(name.split(".")[-1], [k.split(".")[-1] for k in known], 1) for k in known if k.endswith(f".{leaf}")]
-            raise ValueError(f"unknown parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+            raise unknown(name, known)
         group, leaf = name.split(".")
         groups.setdefault(group, {})[leaf] = checked(name, value, *known[name])
     return dataclasses.replace(config, **{g: dataclasses.replace(getattr(config, g), **v) for g, v in groups.items()})
+
+
+def unknown(name: str, known: Iterable[str]) -> ValueError:
+    """What to raise, with the known name that was meant, if one is near: by the part behind the point first, then by the group."""
+    def alike(a: str, b: str) -> float:
+        return 1.0 if a == b else 0.9 if min(len(a), len(b)) > 3 and (a.startswith(b) or b.startswith(a)) else difflib.SequenceMatcher(None, a, b).ratio()
+    parts = lambda x: ("", *x.rsplit(".", 1))[-2:]
+    (group, leaf), known = parts(name), [*known]
+    score = {k: (alike(leaf, parts(k)[1]), alike(group, parts(k)[0]) if group else 1.0) for k in known}
+    near = max(known, key=lambda k: score[k][0] + score[k][1] / 2)
+    return ValueError(f"unknown parameter '{name}'" + (f"; did you mean '{near}'?" if score[near][0] == 1 or min(score[near]) >= 0.7 else ""))
 
 
 def checked(name: str, value: Any, current: Any, f: dataclasses.Field) -> Any:

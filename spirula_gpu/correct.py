@@ -14,7 +14,7 @@ from .native import Engine
 
 MAX_GAP_NS = 200_000_000  # poses are interpolated over at most this
 MOVED_PX = 0.5            # what moves the image less than this is left alone
-PIECE = 1 << 16           # Gaussians that are in host memory at once
+PIECE = 1 << 14           # Gaussians that are in host memory at once, about 10 MB
 
 
 class PathError(ValueError):
@@ -42,7 +42,9 @@ class Track:
         return self._poses[:self._n]
 
     def correct(self, found: Motions) -> None:
-        self.poses[found.moved] = (found.D @ self.poses)[found.moved]
+        """Frames that came after `found` was found stay."""
+        D, moved = found.of(self.stamps)
+        self.poses[moved] = (D @ self.poses)[moved]
 
     def add(self, stamp_ns: int, T_world_cam: np.ndarray) -> None:
         at, n = int(np.searchsorted(self.stamps, stamp_ns)), self._n
@@ -236,27 +238,33 @@ def sh_rotations(degree: int, R: np.ndarray) -> np.ndarray:
 
 def move_gaussians(engine: Engine, D: np.ndarray, moved: np.ndarray, forget: bool = True) -> int:
     """Moves the Gaussians of each owner i with moved[i] by D[i] [4,4], as a rigid body: position, rotation, view-dependent colour. Size and opacity stay;
-    forget: the optimiser begins anew with them. Returns how many. Host memory: a few MB, whatever the map's size."""
-    total = 0
-    for first in range(0, len(engine), PIECE):
-        owner = engine.read("map.owner", first, PIECE)
-        mine = (owner >= 0) & (owner < len(moved))
-        mine[mine] = moved[owner[mine]]
-        if mine.any():
-            total += int(mine.sum())
-            _move_piece(engine, first, mine, owner[mine], D, forget)
+    forget: the optimiser begins anew with them. Returns how many. When it fails those that have moved
+    are moved back, to rounding."""
+    total, first = 0, 0
+    try:
+        for first in range(0, len(engine), PIECE):
+            total += _move_piece(engine, first, D, moved, forget)
+    except BaseException:
+        for done in range(0, first, PIECE):
+            _move_piece(engine, done, np.linalg.inv(D), moved, forget)
+        raise
     return total
 
 
-def _move_piece(engine: Engine, first: int, mine: np.ndarray, owner: np.ndarray, D: np.ndarray, forget: bool) -> None:
-    owners, of = np.unique(owner, return_inverse=True)
+def _move_piece(engine: Engine, first: int, D: np.ndarray, moved: np.ndarray, forget: bool) -> int:
+    """All of its new values are there before the first is written."""
+    owner, new = engine.read("map.owner", first, PIECE), {}
+    mine = (owner >= 0) & (owner < len(moved))
+    mine[mine] = moved[owner[mine]]
+    if not mine.any():
+        return 0
+    owners, of = np.unique(owner[mine], return_inverse=True)
     D = D[owners]
     R, t, q = D[:, :3, :3], D[:, :3, 3], quats_of(D[:, :3, :3])
 
-    def change(row: str, new) -> None:
-        values = engine.read(row, first, PIECE)
-        values[mine] = new(values[mine])
-        engine.write(row, values, first)
+    def change(row: str, by) -> None:
+        new[row] = values = engine.read(row, first, PIECE)
+        values[mine] = by(values[mine])
 
     def rotated_sh(sh: np.ndarray) -> np.ndarray:
         for degree in range(1, engine.sh_degree + 1):
@@ -270,3 +278,6 @@ def _move_piece(engine: Engine, first: int, mine: np.ndarray, owner: np.ndarray,
         change("map.sh", rotated_sh)
     for row in sorted((r for r in engine.saved_rows() if r.startswith("adam.")), reverse=True) if forget else []:  # adam.v before adam.m, which compact keeps in units of it
         change(row, np.zeros_like)
+    for row, values in new.items():
+        engine.write(row, values, first)
+    return int(mine.sum())

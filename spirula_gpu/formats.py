@@ -43,6 +43,7 @@ FORMATS = (  # the longest suffix that fits counts
     Format(".f32.gz", "splat.js gzip of float32 [N,13]", "SH above degree 0; scale and rotation become a covariance", pack_splat_js, None, 0),
     Format(".points.ply", "point cloud .ply", "everything but means and colours", pack_points, None, 0),
 )
+MOST_UNSOUND = 0.1  # of a file's Gaussians; maps of some trainers have a few, damage has more
 ELSEWHERE = {".ksplat": "npx @playcanvas/splat-transform IN.ksplat OUT.ply", ".sog": "npx @playcanvas/splat-transform IN.sog OUT.ply"}
 
 
@@ -61,8 +62,11 @@ def format_of(path: str | os.PathLike, *, reading: bool = False) -> Format:
 
 
 def read_map(path: str | os.PathLike) -> Splats:
-    """The Gaussians of a file, as they are in it; C-contiguous. Raises FormatError, one line, and OSError."""
-    return Splats(*map(np.ascontiguousarray, format_of(path, reading=True).read(path)))
+    """The Gaussians of a file, as they are in it; C-contiguous. Up to MOST_UNSOUND of them may be unsound: callers say so. Raises FormatError, one line, and OSError."""
+    splats = Splats(*map(np.ascontiguousarray, format_of(path, reading=True).read(path)))
+    if np.count_nonzero(splats.sound()) < (1 - MOST_UNSOUND) * len(splats.means):
+        raise FormatError(f"{path}: {splats.complaint()}, at most {100 * MOST_UNSOUND:g} % may be: the file is damaged, or not what its suffix says; take another copy")
+    return splats
 
 
 def write_map(path: str | os.PathLike, splats: Splats, through: Pieces = iter) -> int:
@@ -85,9 +89,9 @@ def read_start_map(path: str | os.PathLike, engine: EngineConfig) -> Splats:
         splats = read_map(path)
     except OSError as e:
         raise FormatError(f"train.start_map {path}: {e.strerror}") from None
-    n, bad = len(splats.means), int((~splats.finite()).sum())
-    if not n or bad:
-        raise FormatError(f"train.start_map {path}: {bad} of {n} Gaussians are not finite; `spirula convert` leaves them out" if n else f"train.start_map {path}: no Gaussians")
+    n, complaint = len(splats.means), splats.complaint()
+    if not n or complaint:
+        raise FormatError(f"train.start_map {path}: {complaint}; `spirula convert` leaves them out" if n else f"train.start_map {path}: no Gaussians")
     if n > engine.max_gaussians:
         raise FormatError(f"train.start_map {path}: {n} Gaussians > engine.max_gaussians {engine.max_gaussians}: raise it, or thin the map with `spirula convert --min-opacity`")
     return splats

@@ -532,7 +532,9 @@ class Mapper:
         self.ledger.dropped("lost_at_restart", lost)
         for frame in waiting:
             self._inbox.put(frame, self.config.gate.inbox_frames)
-        return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, frame_name, gated.last_stamp_ns, changed)
+        centers = np.array([k.frame.T_world_cam[:3, 3] for k in self._keyframes])
+        return Resumed(reader.path, len(self._engine), len(self._keyframes), self._trainer.steps, lost, frame_name, gated.last_stamp_ns, changed,
+                       str(facts["config"].get("checkpoint.source", "")), centers, 2 * self.config.insert.max_depth_m * self._trainer.unit_m)
 
     def _do_save_checkpoint(self, path: str) -> int:
         if not (len(self._engine) and self._keyframes):
@@ -611,7 +613,7 @@ class Mapper:
 
     def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
         """A corrected path of the camera, stamps [n] int64 ns and poses [n,4,4] T_world_cam: every frame that it moves visibly moves, each Gaussian with the
-        keyframe that made it; what moved is trained anew. Raises PathError when the path cannot be meant, and changes nothing."""
+        keyframe that made it; what moved is trained anew. Raises PathError when the path cannot be meant, and changes nothing; nor does it when the Gaussians cannot be moved."""
         if not self._keyframes:   # the path of what was before
             return Corrected(0, 0, 0)
         scale = self._output.image_scale(self._keyframes)
@@ -622,15 +624,16 @@ class Mapper:
                 return self._nothing_moved()
             with self._submitting:
                 found = motions(self._track, stamps, poses, scale)
-                self._track.correct(found)
-                self._gate.correct(found)
-                self._inbox.replace(found.place)
         except PathError as e:
             self._path_hint = f"the corrected path was not used: {e}"
             self._tell_status()
             raise
         self._path_hint = ""
-        gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))
+        gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))   # first: it is what may fail, and takes so long that frames come in meanwhile
+        with self._submitting:
+            self._track.correct(found)
+            self._gate.correct(found)
+            self._inbox.replace(found.place)
         keyframes = correct(list(self._keyframes), found)
         self._multiview.correct(found, self._keyframes)
         self._held_out = [found.place(frame) for frame in self._held_out]

@@ -8,6 +8,7 @@ import numpy as np
 
 SH0 = 0.28209479177387814  # the constant spherical harmonic: colour = 0.5 + SH0 * coefficient
 BLOCK = 1 << 16            # Gaussians that a writer packs at a time
+SANE = dict(means=(-1e6, 1e6), quats=(-1e6, 1e6), log_scales=(-1e3, 20.0), logit_opacities=(-1e4, 1e4), sh=(-1e4, 1e4))  # far beyond what training makes; what chance writes rarely lies within
 
 
 class FormatError(ValueError):
@@ -33,6 +34,20 @@ class Splats(NamedTuple):
     def finite(self) -> np.ndarray:
         """[N] bool: the others are never drawn."""
         return np.logical_and.reduce([np.isfinite(x.reshape(len(x), -1)).all(1) for x in self])
+
+    def sound(self) -> np.ndarray:
+        """[N] bool: finite, and within SANE. Formats without a checksum show damage by nothing else."""
+        with np.errstate(invalid="ignore"):
+            return np.logical_and.reduce([((x >= low) & (x <= high)).reshape(len(x), -1).all(1) for x, (low, high) in zip(self, SANE.values())])
+
+    def complaint(self) -> str:
+        """'' or how many are not sound, and why."""
+        if (sound := self.sound()).all():
+            return ""
+        n, finite = len(sound), self.finite()
+        beyond = [f"{count:,} with {name} beyond {low:g} to {high:g}" for name, x, (low, high) in zip(SANE, self, SANE.values())
+                  if (count := int((finite & ~((x >= low) & (x <= high)).reshape(n, -1).all(1)).sum()))]
+        return f"{int((~sound).sum()):,} of {n:,} Gaussians are not finite or absurd ({', '.join([f'{int((~finite).sum()):,} not finite', *beyond])})"
 
     def with_degree(self, degree: int) -> "Splats":
         """Higher SH degrees are cut off, missing ones are 0."""

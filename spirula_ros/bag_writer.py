@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from rosbags.interfaces import Qos, QosDurability, QosHistory, QosLiveliness, QosReliability, QosTime
 from rosbags.rosbag2 import StoragePlugin, Writer
-from rosbags.rosbag2.errors import WriterError
 from rosbags.typesys import Stores, get_typestore
 
 from spirula_gpu.camera import Camera
@@ -30,8 +29,8 @@ VOLATILE, LATCHED = _qos(10, QosDurability.VOLATILE), _qos(100, QosDurability.TR
 
 
 class BagWriter:
-    """Writes a new rosbag2 directory; a context manager. `path` must not exist. When the block raises, the incomplete
-    recording is removed. Every message is recorded at its own stamp unless recv_ns says otherwise. Raises BagError."""
+    """Writes a new rosbag2 directory; a context manager. `path` must not exist, and does when the recording is whole: until then it is
+    .NAME.part/NAME beside it, which goes when the block raises; what a killed process left is written over. Every message is recorded at its own stamp unless recv_ns says otherwise. Raises BagError."""
 
     def __init__(self, path: str | Path, storage: str = "mcap"):
         plugins = {"mcap": StoragePlugin.MCAP, "sqlite3": StoragePlugin.SQLITE3}
@@ -39,12 +38,14 @@ class BagWriter:
             raise BagError(f"storage '{storage}' is unknown; use {' or '.join(plugins)}")
         self.path, self.count = Path(path), 0
         self._connections: dict[str, Any] = {}
-        self._writer = None
+        self._part = self.path.parent / f".{self.path.name}.part"
+        if self.path.exists():
+            raise BagError(f"{path}: exists already; remove it or choose another name")
         try:
-            self._writer = Writer(self.path, version=9, storage_plugin=plugins[storage])
+            if self._part.exists():
+                shutil.rmtree(self._part)
+            self._writer = Writer(self._part / self.path.name, version=9, storage_plugin=plugins[storage])   # files in it are called as the directory
             self._writer.open()
-        except WriterError:
-            raise BagError(f"{path}: exists already; remove it or choose another name") from None
         except OSError as error:
             raise BagError(f"{path}: cannot be written ({error.strerror}); choose another directory") from None
 
@@ -110,7 +111,10 @@ class BagWriter:
     def close(self) -> None:
         try:
             self._writer.close()
+            self._writer.path.rename(self.path)
+            self._part.rmdir()
         except OSError as error:
+            shutil.rmtree(self._part, ignore_errors=True)
             raise BagError(f"{self.path}: cannot be finished ({error.strerror}); is the disk full?") from error
 
     def __enter__(self) -> "BagWriter":
@@ -121,7 +125,7 @@ class BagWriter:
             self.close()
         else:
             self._writer.abort()
-            shutil.rmtree(self.path)
+            shutil.rmtree(self._part)
 
     def _write(self, topic: str, msgtype: str, stamp_ns: int, recv_ns: int | None, *values: Any, qos: Qos = VOLATILE) -> None:
         self.message(topic, msgtype, TYPES.types[msgtype](*values), stamp_ns if recv_ns is None else recv_ns, qos)

@@ -14,7 +14,7 @@ from rosbags.rosbag2 import Reader
 
 from .bag_files import BagError, complaint, salvage
 from .bag_writer import TYPES, BagWriter
-from .convert import BadMessage
+from .convert import MASK_NAME, BadMessage, looks_like_mask
 from .pointcloud import NOT_SUPPORTED
 
 __all__ = ["KINDS", "Bag", "BagError", "BagMessage", "BagWriter", "TopicInfo", "Topics", "messages", "open_bag", "pick_topics"]
@@ -100,6 +100,10 @@ class Bag:
     def count(self, topics: Topics) -> int:
         """How many messages `messages(bag, topics)` yields, if the recording is whole: for a progress bar."""
         return sum(self.topics[t].count for t in topics.chosen())
+
+    def images(self, topics: Topics) -> int:
+        """.. and how many of them are images."""
+        return self.topics[topics.image or topics.compressed].count
 
     def close(self) -> None:
         while self._readers:
@@ -222,11 +226,15 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
             remedy = f" ({NOT_SUPPORTED[found.type]})" if found and found.type in NOT_SUPPORTED else ""
             raise BagError(f"--{kind.replace('_', '-')}-topic {topic} {why} {bag.path}{remedy}; it has:\n{_listing(bag)}")
     notes: list[str] = []
+    masks = {t for t, i in bag.topics.items() if i.count and i.type in KINDS["mask"] and (t == given.get("mask") or MASK_NAME.search(t))}
 
     def choose(kind: str, score: Callable[[str], int]) -> str:
         if kind in given:
             return given[kind]
-        candidates = [t for t, i in bag.topics.items() if i.count and i.type in KINDS[kind] and score(t) > -100]
+        candidates = [t for t, i in bag.topics.items() if i.count and i.type in KINDS[kind] and score(t) > -100 and t not in masks]
+        if kind in ("image", "compressed") and len(candidates) > 1:
+            masks.update(t for t in candidates if _holds_masks(bag, t))
+            candidates = [t for t in candidates if t not in masks]
         best = sorted(candidates, key=lambda t: (-score(t), -bag.topics[t].count, t))
         if len(best) > 1 and kind not in ("tf", "tf_static"):
             notes.append(f"{kind}: {best[0]} (there is also {', '.join(best[1:4])})")
@@ -245,6 +253,8 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     path = given.get("path", "")   # many a path is a plan
     if not path and (paths := [t for t, i in bag.topics.items() if i.count and i.type in KINDS["path"]]):
         notes.append(f"path: none; if one of {', '.join(paths[:3])} has corrected poses, name it")
+    if masks and "mask" not in given:
+        notes.append(f"mask: none; if what is 0 in {', '.join(sorted(masks)[:3])} is not of the scene, name it: --mask-topic")
     topics = Topics(image, compressed, depth, points, given.get("mask", ""), info, pose, odom, tf, tf_static, path, tuple(notes))
     named = [topic for kind in KINDS if (topic := getattr(topics, kind))]
     if twice := sorted({topic for topic in named if named.count(topic) > 1}):
@@ -254,6 +264,13 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
         why = f" ({bag.problem})" if bag.problem else ""
         raise BagError(f"{bag.path}: no topic with {', '.join(missing)}{why}; the recording has:\n{_listing(bag)}")
     return topics
+
+
+def _holds_masks(bag: Bag, topic: str) -> bool:
+    try:
+        return looks_like_mask(next(messages(bag, Topics(image=topic))).msg)
+    except (BadMessage, BagError, StopIteration):
+        return False
 
 
 def _image_score(topic: str) -> int:

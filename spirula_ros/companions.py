@@ -9,7 +9,7 @@ import numpy as np
 
 from spirula_gpu.points import project
 
-from .convert import BadMessage, Rectifier, depth_to_m, info_key, mask_from_msg, path_from_msg, pose_from_msg, rectifier_from_info
+from .convert import BadMessage, Rectifier, check_near, depth_to_m, info_key, mask_from_msg, path_from_msg, pose_from_msg, rectifier_from_info
 from .pointcloud import points_from_msg
 from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, inverse, matrix_from_pose
 
@@ -166,7 +166,7 @@ class Poses:
         try:
             if stamp_ns <= 0:
                 raise BadMessage("bad_stamp", f"pose has stamp {stamp_ns} ns; its source must set header.stamp")
-            T, frame = pose_from_msg(msg), msg.header.frame_id.lstrip("/")
+            T, frame = check_near(pose_from_msg(msg), "bad_pose"), msg.header.frame_id.lstrip("/")
             if frame and frame != (self._config.map_frame or self._frame or frame):
                 raise BadMessage("bad_pose", f"pose is in frame '{frame}', the map in '{self.map_frame}'; set intake.map_frame to the frame of the poses")
         except BadMessage as error:
@@ -193,13 +193,14 @@ class Poses:
     def of(self, image: WaitingImage) -> np.ndarray:
         """T_world_cam [4,4] float64."""
         if self._config.pose_source == "tf":
-            return self._found(self._tf.lookup(self.map_frame, image.frame_id, image.stamp_ns), image)
+            return check_near(self._found(self._tf.lookup(self.map_frame, image.frame_id, image.stamp_ns), image), "bad_pose")   # its parts may be far
         return self._found(self._topic.lookup(image.stamp_ns), image) @ self._in_body(image.frame_id, image.stamp_ns)
 
     def path(self, msg: Any, camera_frame: str, stamp_ns: int) -> tuple[np.ndarray, np.ndarray]:
         """(stamps [n] int64 ns, T_world_cam [n,4,4]) of a nav_msgs/Path, of the body whose pose is given; with TF, of the body that the camera is fixed to.
         The camera sits on it as it does at stamp_ns. Raises BadMessage."""
         (stamps, T), frame = path_from_msg(msg), msg.header.frame_id.lstrip("/")
+        check_near(T, "bad_path")
         if frame and frame != self.map_frame:
             raise BadMessage("bad_path", f"the path is in frame '{frame}', the map in '{self.map_frame}'; take poses in the frame of the path (intake.pose_source tf "
                                          f"with intake.map_frame '{frame}'), or a path in that of the poses")

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import Any, Callable, NamedTuple
 
 import cv2
 import numpy as np
 
-from spirula_gpu.camera import Camera
+from spirula_gpu.camera import MAX_M, Camera
 from spirula_gpu.correct import matrices_of
 
 from .poses import matrix_from_pose, quat_from_matrix
@@ -152,7 +153,16 @@ def mask_from_msg(msg: Any) -> np.ndarray:
     return (raw != 0).astype(np.uint8)
 
 
+def looks_like_mask(msg: Any) -> bool:
+    """Whether an image message has one integer channel with two values: no camera makes that. Raises BadMessage as mask_from_msg does."""
+    if not hasattr(msg, "format") and msg.encoding not in _MASKS:
+        return False
+    raw = _decompressed(msg, cv2.IMREAD_UNCHANGED) if hasattr(msg, "format") else _pixels(msg, _MASKS[msg.encoding], 1)
+    return raw.ndim == 2 and len(np.unique(raw)) == 2
+
+
 _MASKS = {"mono8": np.uint8, "8UC1": np.uint8, "8SC1": np.int8, "mono16": np.uint16, "16UC1": np.uint16}
+MASK_NAME = re.compile(r"(^|[/_])masks?($|[/_])")  # topics that say what they are
 PNG_MAGIC = np.frombuffer(b"\x89PNG", np.uint8)
 
 
@@ -248,6 +258,15 @@ def pose_from_msg(msg: Any) -> np.ndarray:
         raise BadMessage("bad_pose", f"quaternion (x, y, z, w) = {values[3:]} has norm {norm:.4g}, must be 1 to 0.01; its source must "
                                      "normalise it (all zeros: never set)")
     return matrix_from_pose(values[:3], [v / norm for v in values[3:]])
+
+
+def check_near(T: np.ndarray, reason: str) -> np.ndarray:
+    """T [..,4,4]. Raises BadMessage(reason) when a position is farther from the map's origin than its float32 coordinates allow."""
+    if np.abs(T[..., :3, 3]).max(initial=0) > MAX_M:
+        far = T[..., :3, 3].reshape(-1, 3)[np.abs(T[..., :3, 3]).reshape(-1, 3).max(1).argmax()]
+        raise BadMessage(reason, f"position {tuple(far.tolist())} is more than {MAX_M:g} m from the origin of the map frame, too far for the map's numbers; has its "
+                                 "source failed? Of UTM or earth coordinates take a local frame (intake.map_frame)")
+    return T
 
 
 def path_from_msg(msg: Any) -> tuple[np.ndarray, np.ndarray]:

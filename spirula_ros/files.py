@@ -17,6 +17,9 @@ CONVERT_EXAMPLES = """examples:
 OPENED_WITH = {  # what can be done with a format, beside converting it
     ".ply": "SuperSplat (superspl.at/editor) and every other 3DGS viewer", ".compressed.ply": "SuperSplat (superspl.at/editor), PlayCanvas",
     ".splat": "SuperSplat (superspl.at/editor), antimatter15.com/splat", ".spz": "SuperSplat (superspl.at/editor), Spark, Babylon.js"}
+READS = ("it reads maps (.ply, .compressed.ply, .splat, .spz), meshes, poses (.txt), checkpoints, pictures, recordings (a rosbag2 folder, .mcap, .db3), the folder or report.json of a "
+         "replay, COLMAP models, and folders of 7-Scenes and TUM")
+PICTURES = (".png", ".jpg", ".jpeg")
 MESHES = (".obj", ".glb", ".gltf", ".stl", ".off")
 LARGE_BYTES = 100 << 20  # reading says so
 
@@ -48,8 +51,8 @@ def run_convert(args) -> None:
     kind = format_of(args.target)
     splats = _read(args.source)
     n, degree = len(splats.means), splats.degree
-    keep = splats.finite()
-    print(f"{args.source}: {n:,} Gaussians, SH degree {degree}, {os.path.getsize(args.source):,} bytes" + (f"; {n - keep.sum():,} are not finite: left out" if not keep.all() else ""))
+    keep = splats.sound()
+    print(f"{args.source}: {n:,} Gaussians, SH degree {degree}, {os.path.getsize(args.source):,} bytes" + (f"; {complaint}: left out" if (complaint := splats.complaint()) else ""))
     faint = keep & (opacities(splats) < args.min_opacity)
     if args.min_opacity:
         print(f"--min-opacity {args.min_opacity:g}: {faint.sum():,} left out")
@@ -96,14 +99,14 @@ def _shown(pieces: Iterable[bytes], what: str) -> Iterator[bytes]:
 def describe(path: str) -> str:
     """Lines about any file that this program writes or reads. Raises InputError, FormatError, CheckpointError: one line."""
     from spirula_gpu.checkpoint_file import MAGIC
-    from spirula_gpu.formats import format_of
+    from spirula_gpu.formats import ELSEWHERE, FORMATS, format_of
     from spirula_gpu.ply import read_header
     if not os.path.exists(path):
         raise InputError(f"{path}: does not exist")
     name = path.lower().rstrip("/")
     if os.path.isdir(path):
-        return _colmap(path) if list(Path(path).glob("cameras.*")) else _bag(path)
-    if name.endswith((".mcap", ".db3")):
+        return _folder(Path(path))
+    if name.endswith((".mcap", ".db3", ".bag")):
         return _bag(path)
     try:
         with open(path, "rb") as file:
@@ -114,9 +117,13 @@ def describe(path: str) -> str:
                 return tables
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    known = {**dict.fromkeys(MESHES, _open3d_mesh), ".npy": _npy, ".f32.gz": _splat_js, ".txt": _tum}
-    special = next((known[suffix] for suffix in known if name.endswith(suffix)), None)
-    return special(path) if special else _map(path, format_of(path, reading=True))
+    known = {**dict.fromkeys(MESHES, _open3d_mesh), ".npy": _npy, ".f32.gz": _splat_js, ".txt": _tum, ".json": _report,
+             **dict.fromkeys(PICTURES, _picture)}
+    if special := next((known[suffix] for suffix in known if name.endswith(suffix)), None):
+        return special(path)
+    if not name.endswith((*(f.suffix for f in FORMATS), *ELSEWHERE)):
+        raise InputError(f"{path}: nothing that this program knows; {READS}")
+    return _map(path, format_of(path, reading=True))
 
 
 def _map(path: str, kind) -> str:
@@ -124,11 +131,11 @@ def _map(path: str, kind) -> str:
     from spirula_gpu.formats import FORMATS
     from spirula_gpu.splats import opacities
     splats = _read(path)
-    n, size, finite = len(splats.means), os.path.getsize(path), splats.finite()
+    n, size, sound = len(splats.means), os.path.getsize(path), splats.sound()
     lines = [f"{path}: {kind.name}, {n:,} Gaussians, SH degree {splats.degree}, {size:,} bytes ({size / max(n, 1):.1f} each)"]
-    if not finite.all():
-        lines.append(f"not finite  {n - finite.sum():,}: never drawn; `spirula convert` leaves them out")
-    splats = splats.chosen(finite)
+    if complaint := splats.complaint():
+        lines.append(f"UNSOUND  {complaint}: damaged? `spirula convert` leaves them out")
+    splats = splats.chosen(sound)
     if len(splats.means):
         lines += _bounds(splats.means)
         scales = np.exp(splats.log_scales.max(1).astype(np.float64))
@@ -218,6 +225,46 @@ def _tum(path: str) -> str:
     return "\n".join([f"{path}: {len(rows):,} poses (TUM), {rows[-1, 0] - rows[0, 0]:.2f} s, {way:.2f} m of way", *_bounds(rows[:, 1:4]), "open it with  evo_traj tum"])
 
 
+def _folder(path: Path) -> str:
+    kinds = {"cameras.*": _colmap, "sparse/0/cameras.*": lambda p: _colmap(f"{p}/sparse/0"), "metadata.yaml": _bag, "*.mcap": _bag, "*.db3": _bag, "*.bag": lambda p: _bag(str(next(path.glob("*.bag")))),
+             "report.json": lambda p: _report(f"{p}/report.json"), "frame-*.color.*": _rgbd, "rgb.txt": _rgbd}
+    kind = next((kinds[pattern] for pattern in kinds if next(path.glob(pattern), None)), None)
+    if kind is None:
+        raise InputError(f"{path}: nothing in this folder that this program knows; {READS}")
+    return kind(str(path))
+
+
+def _rgbd(path: str) -> str:
+    from .rgbd import find_layout
+    layout, root = find_layout(Path(path)), Path(path)
+    n = len(list(root.glob("frame-*.color.*"))) if layout == "7scenes" else sum(not line.startswith("#") for line in (root / "rgb.txt").read_text().splitlines())
+    return f"{path}: folder of images with depth and poses ({layout}), {n:,} images\nmake a recording of it  spirula bag from-rgbd {path} OUT (--help: its options)"
+
+
+def _report(path: str) -> str:
+    """Of a replay, and what lies beside it."""
+    import json
+    from .report import sentence
+    try:
+        with open(path, encoding="utf-8") as file:
+            report = json.load(file)
+        what = f"{path}: results of a replay of '{report['bag']}' ({report['mode']}, {report['backend']})" if "bag" in report else f"{path}: results of a node ({report['backend']})"
+        said = sentence(report, Path(path).parent)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InputError(f"{path}: a .json that is no report of a replay; {READS}") from None
+    beside = [p for p in sorted(Path(path).parent.iterdir()) if p.name.endswith((".ply", ".spz", ".splat", ".txt", ".png", ".log"))]
+    return "\n".join([what, said, *(f"  {p}  {p.stat().st_size:,} bytes" for p in beside)])
+
+
+def _picture(path: str) -> str:
+    import cv2
+    image = cv2.imread(path, cv2.IMREAD_UNCHANGED)
+    if image is None:
+        raise InputError(f"{path}: not a picture that can be read; was it cut?")
+    height, width, channels = (*image.shape, 1)[:3]
+    return f"{path}: picture, {width}x{height}, {channels} channels of {8 * image.itemsize} bits, {os.path.getsize(path):,} bytes"
+
+
 def _colmap(path: str) -> str:
     try:
         import pycolmap
@@ -245,5 +292,5 @@ def _checkpoint(path: str) -> str:
         f = reader.facts
         config = f["config"]
         return (f"{path}: checkpoint, {f['gaussians']:,} Gaussians, SH degree {config['engine.sh_degree']}, {config['engine.precision']} precision, {os.path.getsize(path):,} bytes\n"
-                f"{f['trainer']['steps']:,} steps, {reader.shape('frames')[0]:,} frames, frame of the map '{f['world_frame']}'\n"
+                f"{f['trainer']['steps']:,} steps, {reader.shape('frames')[0]:,} frames, frame of the map '{f['world_frame']}'" + (f"; of {source}" if (source := config.get("checkpoint.source")) else "") + "\n"
                 f"go on with it  spirula replay BAG --set checkpoint.path={path} --set checkpoint.resume=true")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import signal
 import sys
 import threading
@@ -41,7 +42,7 @@ from .intake import Intake
 from .node_process import PARENT
 from .outputs import Outputs
 from .params import check_change, config_from, declare_all
-from .resume import describe, intake_for
+from .resume import describe, far_from_map, intake_for, live_source, other_source
 from .srv import SaveMap
 from .watch import LOST_HINT, describe_publishers, explain, policy_name, twins
 
@@ -64,6 +65,7 @@ class TrainNode(Node):
         declare_all(self)
         self.ros, self.config = config_from(self)
         check_path("output.map_path", self.ros.output.map_path)
+        self.config = self._with_source()
         self.mapper = make_mapper(self.config)
         self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
         for line in describe(self.mapper.resumed, self.config.checkpoint):
@@ -71,10 +73,12 @@ class TrainNode(Node):
         self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
-        self._hint, self._view_camera = "", None
+        self._hint, self._view_camera, self._resume_hint = "", None, ""
         self._twins, self._twins_at = "", 0.0
+        self._limit, self._limits_told = ("", 0.0), set()  # what limits the map, without its numbers, since when; what was said of that
         self._first_at, self._used_at, self._explained_at = None, time.monotonic(), 0.0
         self._images_at_finish = -1
+        self._doubt_source(self.mapper.resumed and other_source(self.mapper.resumed.source, self.config.checkpoint.source))
         self._background, self._ending = concurrent.futures.ThreadPoolExecutor(1, "finish"), False
         self._command_lock = threading.Lock()
         self._subscribe()
@@ -98,6 +102,18 @@ class TrainNode(Node):
                 message_lost=self._safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
             self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events)
 
+    def _with_source(self):
+        """The engine's configuration with checkpoint.source: a player names the recording, otherwise it is the topics."""
+        c, (image, *_), source = self.config.checkpoint, inputs_of(self.ros), self.ros.intake.pose_source
+        poses = "tf" if source == "tf" else self.resolve_topic_name(self.ros.topics.pose)
+        return replace(self.config, checkpoint=replace(c, source=c.source or live_source(self.resolve_topic_name(image.topic), poses)))
+
+    def _doubt_source(self, text: str | None) -> None:
+        """The frames may not be those of the map that was resumed: said once in the log, and in the status for good."""
+        if text and not self.config.checkpoint.any_source:
+            self._resume_hint = text
+            self.get_logger().warning(text)
+
     def _receiver(self, source: Input):
         return self._safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg))
 
@@ -110,6 +126,8 @@ class TrainNode(Node):
     def _take(self, frame: Frame) -> None:
         """A complete frame from the intake."""
         self._used_at, self._hint, self.mapper.world_frame = time.monotonic(), "", self.intake.map_frame
+        if self._first_at is None:
+            self._doubt_source(far_from_map(self.mapper.resumed, frame.T_world_cam))
         self._first_at = self._first_at or self._used_at
         self.outputs.frame_id = frame.frame_id
         self.outputs.stamp_delay_ms = (self.get_clock().now().nanoseconds - frame.stamp_ns) / 1e6
@@ -165,6 +183,16 @@ class TrainNode(Node):
         self._hint = explain(self, self.inputs, self.intake, silent_s)
         self.get_logger().warning(self._hint)
 
+    def _explain_limit(self, now: float) -> None:
+        """What the mapper's hint says for longer than a moment goes into the log too, once."""
+        hint = self.mapper.status().hint
+        kind = re.sub(r"\d[\d.,]*", "", hint)
+        if kind != self._limit[0]:
+            self._limit = kind, now
+        elif kind and kind not in self._limits_told and now >= self._limit[1] + self.ros.watch.silence_s:
+            self._limits_told.add(kind)
+            self.get_logger().warning(hint)
+
     def _look_for_twins(self, now: float) -> None:
         if now < self._twins_at + TWINS_S:
             return
@@ -178,9 +206,10 @@ class TrainNode(Node):
         self.intake.poll()
         self._explain_silence(time.monotonic())
         self._look_for_twins(time.monotonic())
+        self._explain_limit(time.monotonic())
         wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, 1 / self.ros.publish.render_hz)
         self.mapper.wants = self.web.wanted(wants) if self.web else wants
-        self.outputs.publish(self.ros.publish, "\n".join(filter(None, (self._twins, self._hint))), self.internal_error)
+        self.outputs.publish(self.ros.publish, "\n".join(filter(None, (self._twins, self._resume_hint, self._hint))), self.internal_error)
 
     @property
     def failed(self) -> bool:
@@ -222,6 +251,7 @@ class TrainNode(Node):
     async def _reset(self, request, response):
         def done(_):
             self.outputs.mesh.clear()
+            self._limits_told.clear()
             return "the map is empty"
         return await self._answer(response, lambda: self.mapper.command("reset"), done)
 
@@ -304,7 +334,7 @@ class TrainNode(Node):
             self.web.close()
         self.mapper.stop()
         self._background.shutdown(wait=False, cancel_futures=True)
-        self.outputs.publish_status(self._hint, self.internal_error)
+        self.outputs.publish_status("\n".join(filter(None, (self._resume_hint, self._hint))), self.internal_error)
         self.outputs.status.wait_for_all_acked(Duration(seconds=1))
         self.destroy_node()
         return code

@@ -103,7 +103,10 @@ def rows() -> Iterator[tuple[str, Any, dataclasses.Field]]:
 
 def split(values: dict[str, Any], ros: RosConfig = RosConfig(), config: Config = Config()) -> tuple[RosConfig, Config]:
     """Both configurations with dotted names replaced. Raises ValueError with name, value and what is allowed."""
+    known = [name for name, _, _ in rows()]
     for name, value in values.items():
+        if name not in known:
+            raise engine.unknown(name, known)
         if name in CHOICES and value not in CHOICES[name]:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(CHOICES[name])}")
         if name in ("output.map_path", "output.map_file") and value:

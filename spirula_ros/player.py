@@ -22,10 +22,9 @@ from . import bags
 from .dds import fastdds_profile
 from .errors import InputError
 from .node_process import NodeError, NodeProcess
-from .replay import Progress, StopRequest, intake_config_for, overrides_for
-from .report import check_out, prepare_folder, remove_results
+from .replay import IMAGE_KINDS, Progress, StopRequest, intake_config_for, overrides_for, with_source
+from .report import check_out, cut_short, prepare_folder, remove_results
 
-IMAGE_KINDS = ("image", "compressed")
 DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
 COMPANION_GRACE_S = 0.3  # an image that waits in the node so long waits for a message that comes later in the recording
 
@@ -39,7 +38,8 @@ def replay_via_ros(args) -> None:
     settings = settings_from(args)
     with bags.open_bag(args.bag) as bag, StopRequest(args.max_seconds) as stop:
         topics = bags.pick_topics(bag, overrides_for(settings, topics_from(args)))
-        check_out(args.out, settings.ros.output.map_file, args.mesh, settings.config)
+        settings = with_source(settings, bag, topics)
+        check_out(args.out, args.bag, settings.ros.output.map_file, args.mesh, settings.config)
         out = prepare_folder(args.out).absolute()
         for note in topics.notes:
             print(note, file=sys.stderr)
@@ -50,7 +50,7 @@ def replay_via_ros(args) -> None:
                 remove_results(out, settings.ros.output.map_file, args.mesh)
                 with Progress(link, bag.count(topics), sys.stderr) as progress:
                     problem = play(bag, topics, link, None if args.lossless else args.rate, stop, progress)
-                    stopped_early = stop.reason
+                    stopped_early, images = stop.reason, bag.images(topics)
                     sentence = link.finish(progress)
             except NodeError as error:
                 raise SystemExit(f"spirula: {error}") from None
@@ -58,8 +58,8 @@ def replay_via_ros(args) -> None:
         print(f"warning: {problem}", file=sys.stderr)
     report = complete_report(out / "report.json", {
         "bag": Path(args.bag).name, "mode": "via-ros, " + ("lossless" if args.lossless else f"rate {args.rate:g}"), "topics": topics.chosen(),
-        "images_sent": link.images_sent, "stopped_early": stopped_early, "bag_problem": problem, "config": values_of(settings.config)})
-    print(sentence)
+        "images_sent": link.images_sent, "images": images, "stopped_early": stopped_early, "bag_problem": problem, "config": values_of(settings.config)})
+    print(sentence + cut_short(report))
     if not report["frames"]["used"]:
         raise InputError(f"{args.bag}: not one frame could be used: {report['frames']['dropped'] or 'no image arrived'}\n{node.tail()}")
 

@@ -26,10 +26,11 @@ from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
 from .report import check_out, prepare_folder, remove_results, write_report
-from .resume import describe, intake_for
+from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refuse_other_source
 from .settings import Settings
 
 SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
+IMAGE_KINDS = ("image", "compressed")
 PAUSED_S = 0.02                 # between looks at whether a paused mapper goes on
 
 
@@ -51,7 +52,8 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     screen = screen or sys.stderr
     with bags.open_bag(options.bag) as bag:
         topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
-        check_out(options.out, settings.ros.output.map_file, options.mesh, settings.config)
+        settings = with_source(settings, bag, topics)
+        check_out(options.out, options.bag, settings.ros.output.map_file, options.mesh, settings.config)
         out = prepare_folder(options.out)
         for note in topics.notes:
             print(note, file=screen)
@@ -63,13 +65,19 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
                 print(line, file=screen)
             with StopRequest(options.max_seconds) as stop:
                 run = Run(bag, topics, mapper, options, settings, stop)
-                remove_results(out, settings.ros.output.map_file, options.mesh)
                 with viewer(run, settings, screen), Progress(mapper, bag.count(topics), screen) as progress:
                     timing = run.train(progress)
-                    outcome = run.report(out, timing)
-                    run.save()
+                    outcome, failed = "", ""
+                    try:
+                        outcome = run.report(out, timing)
+                    except InputError as error:
+                        failed = str(error)
+                    finally:
+                        unsaved = run.save()   # also when the report has failed
         finally:
             mapper.close()
+    if failed or unsaved:
+        raise InputError("; ".join(filter(None, (failed, unsaved, "" if failed else f"the other results are in '{options.out}'"))))
     if run.problem:
         print(f"warning: {run.problem}", file=screen)
     if mapper.ledger.counts().used == 0:
@@ -83,8 +91,9 @@ def viewer(run: Run, settings: Settings, screen: TextIO) -> Iterator[None]:
     if not settings.ros.web.enabled:
         yield
         return
-    from .web import Viewer
-    web = Viewer(run.mapper, settings.ros.web, note=lambda: run.intake.last_problem, save_to=settings.ros.output.map_path, drive=True)
+    from .web import Named, Viewer
+    web = Viewer(run.mapper, settings.ros.web, note=lambda: run.intake.last_problem, save_to=settings.ros.output.map_path, drive=True,
+                 named=Named("--set web.host", "--web PORT", "--set web.token"))
     print(f"viewer: {web.url}", file=screen, flush=True)
     try:
         yield
@@ -99,9 +108,10 @@ class Run:
     def __init__(self, bag: bags.Bag, topics: bags.Topics, mapper: Any, options: ReplayOptions, settings: Settings, stop: StopRequest):
         self.bag, self.topics, self.mapper, self.options, self.settings, self.stop = bag, topics, mapper, options, settings, stop
         self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
-        self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self.driver.take, settings.config.eval.holdout_every,
+        self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
-        self.problem = self.stopped_early = ""
+        self.problem, self.stopped_early, self.images_sent = "", "", 0
+        self._begun = False
 
     def train(self, progress: Progress) -> dict[str, float]:
         """The stream and the refinement after it. Returns how long they took."""
@@ -133,7 +143,20 @@ class Run:
             except BadMessage as error:
                 self.intake.refused(message.kind, error)
             self.mapper.world_frame = self.intake.map_frame
+            self.images_sent += message.kind in IMAGE_KINDS
             progress.show(1)
+
+    def _take(self, frame) -> None:
+        if not self._begun:
+            if not self.settings.config.checkpoint.any_source and (far := far_from_map(self.mapper.resumed, frame.T_world_cam)):
+                raise InputError(f"{far} {REMEDY}")
+            self._begin()
+        self.driver.take(frame)
+
+    def _begin(self) -> None:
+        """From here on the results are of this run; one that is refused before leaves those of an earlier one."""
+        remove_results(Path(self.options.out), self.settings.ros.output.map_file, self.options.mesh)
+        self._begun = True
 
     def _correct(self, stamps, poses) -> None:
         """A corrected path; when it is not used the mapper's hint says why."""
@@ -161,21 +184,24 @@ class Run:
             progress.show(0)
 
     def report(self, out: Path, timing: dict[str, float]) -> str:
+        if not self._begun:   # no frame came
+            self._begin()
         extra = {"bag": Path(self.options.bag).name, "mode": "lossless" if self.options.rate is None else f"rate {self.options.rate:g}",
-                 "topics": self.topics.chosen(), "stopped_early": self.stopped_early, "bag_problem": self.problem,
+                 "topics": self.topics.chosen(), "images_sent": self.images_sent, "images": self.bag.images(self.topics), "stopped_early": self.stopped_early, "bag_problem": self.problem,
                  "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}
         return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh,
                             map_file=self.settings.ros.output.map_file)
 
-    def save(self) -> None:
-        """The checkpoint, when checkpoint.path names one and there is a map. Raises InputError."""
+    def save(self) -> str:
+        """The checkpoint, when checkpoint.path names one and there is a map: '' or why it was not saved."""
         path = self.settings.config.checkpoint.path
         if not path or not self.mapper.status().gaussians:
-            return
+            return ""
         try:
             self.driver.ask("save_checkpoint", path)
         except OSError as error:
-            raise InputError(f"the report is in '{self.options.out}', but the checkpoint was not saved to {path}: {error.strerror}") from None
+            return f"the checkpoint was not saved to {path}: {error.strerror}"
+        return ""
 
 
 def overrides_for(settings: Settings, overrides: dict[str, str | None]) -> dict[str, str | None]:
@@ -189,6 +215,16 @@ def overrides_for(settings: Settings, overrides: dict[str, str | None]) -> dict[
     if "intake.depth_source" in settings.given and settings.ros.intake.depth_source == "points":
         named["depth"] = ""
     return {**overrides, **named}
+
+
+def with_source(settings: Settings, bag: bags.Bag, topics: bags.Topics) -> Settings:
+    """The same, with checkpoint.source of this recording. Raises InputError when a checkpoint of another would be resumed."""
+    pose_source, image = intake_config_for(settings, topics).pose_source, topics.image or topics.compressed
+    first = next(bags.messages(bag, bags.Topics(image=image))).raw
+    source = bag_source(bag.path.resolve().name, first, image, "tf" if pose_source == "tf" else getattr(topics, pose_source))
+    checkpoint = replace(settings.config.checkpoint, source=source)
+    refuse_other_source(checkpoint)
+    return settings._replace(config=replace(settings.config, checkpoint=checkpoint))
 
 
 def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:

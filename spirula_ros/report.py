@@ -36,7 +36,7 @@ def prepare_folder(out: str | Path) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"cannot write into '{out}': {error.strerror}; choose another --out") from None
+        raise InputError(f"cannot write into '{out}': {error.strerror}; choose another folder (--out; of a node output.report_dir)") from None
     return out
 
 
@@ -45,8 +45,11 @@ def results(out: str | Path, map_file: str, mesh: bool) -> list[Path]:
     return [Path(out) / name for name in ("report.json", "compare.png", "poses.txt", map_file, *(["mesh.ply"] if mesh else []))]
 
 
-def check_out(out: str | Path, map_file: str, mesh: bool, config: Config) -> None:
-    """That the results do not take the place of what the run begins with. Raises InputError."""
+def check_out(out: str | Path, bag: str | Path, map_file: str, mesh: bool, config: Config) -> None:
+    """That the results do not take the place of what the run begins with, nor lie among the files of the recording. Raises InputError."""
+    bag = Path(bag).resolve()
+    if Path(out).resolve() in (bag, bag.parent if (bag.parent / "metadata.yaml").exists() else bag):
+        raise InputError(f"--out {out} is the recording itself: its files and the results would mix; choose another --out")
     written = {path.resolve() for path in results(out, map_file, mesh)}
     for name, path in (("train.start_map", config.train.start_map), ("checkpoint.path", config.checkpoint.path)):
         if path and Path(path).resolve() in written:
@@ -62,24 +65,32 @@ def remove_results(out: Path, map_file: str, mesh: bool = True) -> None:
 
 def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: float | None = None, timing: dict | None = None,
                  extra: dict | None = None, mesh: bool = True, map_file: str = "map.ply") -> str:
-    """Measures the held-out frames and writes everything. Returns one sentence about the outcome. Raises InputError if `out` cannot
-    be written, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
-    out = prepare_folder(out)
+    """Saves the map, measures the held-out frames and writes everything else. Returns one sentence about the outcome. Raises InputError that says what
+    is written when something cannot be, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
+    out, written = prepare_folder(out), []
     ask = ask or (lambda name, *args: mapper.command(name, *args).result())
+
+    def write(name: str, make: Callable[..., Any], *args: Any) -> None:
+        try:
+            make(out / name, *args)
+        except OSError as error:
+            raise InputError(f"cannot write {out / name}: {error.strerror}; {', '.join(written) or 'nothing'} is written there") from None
+        written.append(name)
+    saved = lambda command: lambda path: _through_temporary(path, lambda temporary: ask(command, temporary))
+    if mapper.status().gaussians:   # first what cannot be made again
+        write(map_file, saved("save_map"))
+    if mapper.status().keyframes:
+        write("poses.txt", saved("save_poses"))
     started = time.monotonic()
     held_out = ask("evaluate")
     timing = {**(timing or {}), "evaluate_s": round(time.monotonic() - started, 3), "process_bytes": mapper.vram().process}
     report = compose(mapper, held_out, seconds, timing, extra or {})
-    write_atomically(out / "report.json", (json.dumps(report, indent=2) + "\n").encode())
-    write_renders(out / "renders", held_out)
+    write("report.json", write_atomically, (json.dumps(report, indent=2) + "\n").encode())
+    write("renders", write_renders, held_out)
     if held_out:
-        write_png(out / "compare.png", compare_picture(held_out))
-    if report["gaussians"]:
-        _through_temporary(out / map_file, lambda path: ask("save_map", path))
-        if mesh:
-            _through_temporary(out / "mesh.ply", lambda path: ask("mesh", path))
-    if report["keyframes"]:
-        _through_temporary(out / "poses.txt", lambda path: ask("save_poses", path))
+        write("compare.png", write_png, compare_picture(held_out))
+    if report["gaussians"] and mesh:
+        write("mesh.ply", saved("mesh"))
     return sentence(report, out)
 
 
@@ -92,6 +103,7 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "keyframes": status.keyframes,
         "gaussians": status.gaussians,
         "steps": status.steps,
+        "steps_due": counts.used * mapper.config.train.steps_per_frame,
         "corrections": status.corrections,
         "hint": status.hint,
         "seconds": seconds,
@@ -116,8 +128,23 @@ def sentence(report: dict, out: Path) -> str:
     psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
     frames = report["frames"]
     why = f" ({report['hint']})" if report["hint"] else ""
-    return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps; frames {frames['in']} in, {frames['used']} used, "
-            f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames; {out}/report.json")
+    return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps{too_few(report)}; frames {frames['in']} in, {frames['used']} used, "
+            f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames{cut_short(report)}; {out}/report.json")
+
+
+def too_few(report: dict) -> str:
+    """That there was no time for the steps that are due for the frames; '' when there was."""
+    due = report.get("steps_due", 0)
+    return "" if report["steps"] >= due else f" of {due} due for the frames (train.steps_per_frame; a lower --rate, --lossless or --refine-steps {due - report['steps']} gives them time)"
+
+
+def cut_short(report: dict) -> str:
+    """That the replay ended before the recording or its refinement did; '' when it did not, or the report does not know."""
+    why = {"max_seconds": "cut short by --max-seconds", "interrupted": "interrupted"}.get(report.get("stopped_early", ""))
+    if not why:
+        return ""
+    sent, images = report.get("images_sent", 0), report.get("images", 0)
+    return f"; {why}" + (f" after {sent} of {images} images" if sent < images else " during the refinement" if images else "")
 
 
 def write_renders(folder: Path, held_out: list) -> None:

@@ -11,7 +11,7 @@ from typing import Callable
 import cv2
 import numpy as np
 
-from spirula_gpu.camera import Camera
+from spirula_gpu.camera import MAX_M, Camera
 
 from .errors import InputError
 from .registration import register_depth, shrink_color, shrink_depth
@@ -208,7 +208,13 @@ def read_7scenes(root: Path, fps: float) -> tuple[list[RgbdItem], Counter]:
         if not np.isfinite(T).all():
             skipped["pose is not finite (tracking was lost)"] += 1
             continue
-        items.append(RgbdItem(FIRST_STAMP_NS + round(n * 1e9 / fps), color, depth, rigid(T, str(pose))))
+        if np.abs(T[:3, 3]).max() > MAX_M:
+            skipped[f"pose is more than {MAX_M:g} m from the origin"] += 1
+            continue
+        try:
+            items.append(RgbdItem(FIRST_STAMP_NS + round(n * 1e9 / fps), color, depth, rigid(T, str(pose))))
+        except InputError:
+            skipped["pose is not rigid"] += 1
     return items, skipped
 
 
@@ -250,7 +256,7 @@ def _finite_poses(poses: list[tuple[int, list[str]]], path: Path) -> tuple[list[
         rows = np.array([[float(word) for word in words] for _, words in poses]).reshape(-1, 7)
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
-    good = np.isfinite(rows).all(1) & (np.abs(np.linalg.norm(rows[:, 3:], axis=1) - 1) < 0.01)
+    good = np.isfinite(rows).all(1) & (np.abs(np.linalg.norm(rows[:, 3:], axis=1) - 1) < 0.01) & (np.abs(rows[:, :3]) <= MAX_M).all(1)
     return [stamp for (stamp, _), ok in zip(poses, good) if ok], rows[good]
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 from rclpy.qos import QoSCompatibility, QoSPolicyKind, QoSProfile, qos_check_compatible
 
+from .convert import MASK_NAME
 from .inputs import Input
 from .intake import InputState, Intake
 from .pointcloud import NOT_SUPPORTED
@@ -30,8 +31,9 @@ def describe_publishers(node, source: Input) -> str:
     """One line: who publishes, and whether we can hear them."""
     infos = node.get_publishers_info_by_topic(source.topic)
     if not infos:
+        taken = {other.topic for other in node.inputs}
         same = sorted(name for name, types in node.get_topic_names_and_types()
-                      if source.type_name in types and node.count_publishers(name) and not name.startswith(node.get_fully_qualified_name() + "/"))
+                      if name not in taken and bool(MASK_NAME.search(name)) <= (source.kind == "mask") and source.type_name in types and node.count_publishers(name) and not name.startswith(node.get_fully_qualified_name() + "/"))
         offer = f"; {source.type_name} is published on {', '.join(same[:4])}" if same else ""
         return f"NO PUBLISHER (parameter {source.parameter}){offer}"
     parts, counts = [], Counter()

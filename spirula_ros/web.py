@@ -17,7 +17,7 @@ from spirula_gpu.mapper import Mapper, Wants
 from .params import WebConfig
 from .web_panel import Panel
 from .web_scene import Scene, camera_of, hide_picture, look_from, show_picture
-from .web_server import close_server, open_server
+from .web_server import Named, close_server, open_server
 
 TICK_S, PANEL_S = 0.1, 0.5
 PICTURE_PX = 1600     # a picture that a browser asks for is no longer than this
@@ -30,10 +30,10 @@ class Viewer:
     any thread. drive: set the mapper's wants here (a node that has other listeners asks wanted() instead). Raises InputError."""
 
     def __init__(self, mapper: Mapper, config: WebConfig, *, note: Callable[[], str] = str, configure: Callable[[dict[str, Any]], None] | None = None,
-                 save_to: str = "", drive: bool = False):
+                 save_to: str = "", drive: bool = False, named: Named = Named()):
         self.config, self._mapper, self._note, self._drive, self._save_to = config, mapper, note, drive, os.path.abspath(save_to or "map.ply")
         self._configure = configure or (lambda values: self._ask("", "configure", values))
-        self._server, self.url = open_server(config, "spirula")
+        self._server, self.url = open_server(config, "spirula", named)
         self._scene, self._panel = Scene(self._server), Panel(self._server, self._act, mapper.config, self._save_to)
         self._begun = time.monotonic()
         self._put, self._mesh_wanted, self._follow, self._followed = None, False, False, None

@@ -15,7 +15,7 @@ from .errors import InputError
 from .files import MESHES
 from .params import WebConfig
 from .web_scene import Scene, look_from, pack
-from .web_server import close_server, open_server
+from .web_server import Named, close_server, open_server
 
 
 def view(path: str, config: WebConfig, up: str = "z", stop: threading.Event | None = None) -> None:
@@ -27,8 +27,11 @@ def view(path: str, config: WebConfig, up: str = "z", stop: threading.Event | No
         raise InputError(f"{path}: {error.strerror}") from None
     if splats is not None and not len(splats.means):
         raise InputError(f"{path}: no Gaussians")
+    if splats is not None and (complaint := splats.complaint()):
+        print(f"{path}: {complaint}: left out; damaged?", flush=True)
+        splats = splats.chosen(splats.sound())
     mesh = _read_mesh(path) if splats is None else None
-    server, url = open_server(config, os.path.basename(path))
+    server, url = open_server(config, os.path.basename(path), Named("--host", "--port", "--token"))
     try:
         server.scene.set_up_direction("+" + up if len(up) == 1 else up)
         if splats is not None:

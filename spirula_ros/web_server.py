@@ -18,6 +18,13 @@ INSTALL = "pip install 'viser>=1.1,<1.2'"
 TOKEN_CHARACTERS = 12
 
 
+class Named(NamedTuple):
+    """What the user sets these rows of WebConfig by, for remedies."""
+    host: str = "web.host"
+    port: str = "web.port"
+    token: str = "web.token"
+
+
 class Answer(NamedTuple):
     """What the guard says instead of the page."""
     status: int
@@ -29,8 +36,8 @@ class Guard:
     """Decides over each request before viser sees it; one connection carries one request, so none slips in behind another.
     Without a token only requests to a loopback name are served (a page elsewhere could make its own name point here), and a websocket must come from our own page."""
 
-    def __init__(self, token: str, port: int):
-        self._token, self._cookie = token, f"spirula_{port}"
+    def __init__(self, token: str, port: int, named: Named = Named()):
+        self._token, self._cookie, self._named = token, f"spirula_{port}", named
 
     def refuses(self, path: str, headers) -> Answer | None:
         """headers: of the `websockets` library, or anything with get_all(name). None: let it in."""
@@ -40,13 +47,13 @@ class Guard:
         if origin and urlsplit(origin[0]).netloc.lower() != host[0].lower():
             return Answer(403, f"a page of {origin[0]} may not use this viewer")
         if not self._token:
-            return None if is_loopback(urlsplit(f"//{host[0]}").hostname or "") else Answer(403, "this viewer serves localhost alone; set web.token to serve others")
+            return None if is_loopback(urlsplit(f"//{host[0]}").hostname or "") else Answer(403, f"this viewer serves localhost alone; set {self._named.token} to serve others")
         if any(self._fits(token) for token in parse_qs(urlsplit(path).query).get("token", [])):
             return Answer(303, "", {"Location": "/", "Set-Cookie": f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax; Path=/"})
         cookies = (cookie.strip().partition("=") for line in headers.get_all("Cookie") for cookie in line.split(";"))
         if any(name == self._cookie and self._fits(value) for name, _, value in cookies):
             return None
-        return Answer(401, "this viewer needs its token: open the address that the node printed, ending in /?token=..")
+        return Answer(401, "this viewer needs its token: open the address that was printed, ending in /?token=..")
 
     def _fits(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self._token.encode())
@@ -75,23 +82,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check(config: WebConfig) -> None:
+def check(config: WebConfig, named: Named = Named()) -> None:
     """Who may be let in where. Raises InputError."""
     token = config.token
     if not token and not is_loopback(config.host):
-        raise InputError(f"web.host {config.host}: whoever reaches it could look, save and reset: set web.token ({TOKEN_CHARACTERS} characters at least), "
+        raise InputError(f"{named.host} {config.host}: whoever reaches it could look, save and reset: set {named.token} ({TOKEN_CHARACTERS} characters at least), "
                          f"or keep 127.0.0.1 and come through `ssh -L {config.port}:localhost:{config.port} ROBOT`")
     if token and (len(token) < TOKEN_CHARACTERS or not all(c.isascii() and (c.isalnum() or c in "-_") for c in token)):
-        raise InputError(f"web.token: {TOKEN_CHARACTERS} or more of A-Z a-z 0-9 - _; `openssl rand -hex 16` makes one")
+        raise InputError(f"{named.token}: {TOKEN_CHARACTERS} or more of A-Z a-z 0-9 - _; `openssl rand -hex 16` makes one")
 
 
-def open_server(config: WebConfig, label: str) -> tuple[Any, str]:
+def open_server(config: WebConfig, label: str, named: Named = Named()) -> tuple[Any, str]:
     """(viser.ViserServer, the address to open). Raises InputError: no viser, a host without a token, a port that is taken."""
-    check(config)
+    check(config, named)
     viser = _viser()
-    listener = _listen(config)
+    listener = _listen(config, named)
     port = listener.getsockname()[1]
-    server = _start(viser, listener, Guard(config.token, port), label)
+    server = _start(viser, listener, Guard(config.token, port, named), label)
     name = "localhost" if is_loopback(config.host) else socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
     return server, f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={config.token}" if config.token else "")
 
@@ -106,13 +113,13 @@ def _viser():
     return viser
 
 
-def _listen(config: WebConfig) -> socket.socket:
+def _listen(config: WebConfig, named: Named) -> socket.socket:
     """Raises InputError."""
     try:
         family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
-        remedy = "take another one (web.port, --web PORT; 0 = any that is free)" if config.port else "is it an address of this machine?"
+        remedy = f"take another one ({named.port}; 0 = any that is free)" if config.port else "is it an address of this machine?"
         raise InputError(f"web: {config.host} port {config.port}: {error.strerror.split(' (')[0]}: {remedy}") from None
 
 

@@ -2,11 +2,14 @@
 import importlib
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import messages as m
 import numpy as np
 import pytest
+from rosbags.rosbag2 import Writer
 
 from spirula_gpu.camera import Camera
 from spirula_ros import convert
@@ -213,10 +216,30 @@ def test_the_writer_refuses_and_cleans_up(tmp_path):
         with BagWriter(tmp_path / "broken") as bag:
             bag.pose("/p", S, "map", T)
             1 / 0
-    assert not (tmp_path / "broken").exists()
+    assert not list(tmp_path.glob("*broken*"))
     with pytest.raises(ValueError, match="float32"):
         with BagWriter(tmp_path / "bad") as bag:
             bag.depth("/d", S, "cam", np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("storage", ["mcap", "sqlite3"])
+def test_a_recording_is_there_when_it_is_whole(tmp_path, storage, monkeypatch):
+    """What a killed process leaves has another name, and the next one writes over it."""
+    script = "import os, sys; from spirula_ros.bags import BagWriter; bag = BagWriter(*sys.argv[1:]); bag.message('/s', 'std_msgs/msg/String', __import__('types').SimpleNamespace(data='x'), 1); os.kill(os.getpid(), 15)"
+    path = tmp_path / "bag"
+    assert subprocess.run([sys.executable, "-c", script, path, storage]).returncode == -15
+    assert not path.exists() and (tmp_path / ".bag.part").exists()
+    with BagWriter(path, storage) as bag:
+        bag.pose("/p", S, "map", T)
+        assert not path.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["bag"]
+    with open_bag(path) as bag:
+        assert bag.topics["/p"].count == 1 and not bag.problem
+    monkeypatch.setattr(Writer, "close", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(BagError, match="cannot be finished .No space left on device."):
+        with BagWriter(tmp_path / "full", storage):
+            pass
+    assert [p.name for p in tmp_path.iterdir()] == ["bag"]
 
 
 # ------------------------------------------------------------------------------------------------- choosing topics
@@ -252,6 +275,26 @@ def test_compressed_topics_and_two_cameras(tmp_path):
         topics = pick_topics(bag)
         assert (topics.image, topics.compressed, topics.info) == ("", "/front/image_raw/compressed", "/front/camera_info")
         assert topics.depth == "/front/depth/image/compressedDepth" and topics.pose_source == "pose"
+
+
+@pytest.mark.parametrize("mask", ["/people", "/camera/color/people_mask"])   # by what is in it; by its name
+def test_masks_are_no_images(tmp_path, mask):
+    def bag(name, *images):
+        with BagWriter(tmp_path / name) as out:
+            for topic, image in images:
+                out.image(topic, S, "cam", image)
+            out.info("/camera_info", S, "cam", CAMERA)
+            out.pose("/p", S, "map", T)
+        return tmp_path / name
+    two = np.where(DEPTH[0] > 2, 255, 0).astype(np.uint8)
+    with open_bag(bag("both", (mask, two), ("/zoom", RGB[0]), ("/z_mono", RGB[0, ..., 0]))) as found:
+        topics = pick_topics(found)
+        assert topics.image == "/z_mono" and topics.mask == "" and not any(mask in note for note in topics.notes if note.startswith("image")), topics
+        assert f"mask: none; if what is 0 in {mask} is not of the scene, name it: --mask-topic" in topics.notes
+        named = pick_topics(found, {"mask": mask, "image": "/zoom"})
+        assert named.mask == mask and not any(note.startswith(("mask", "image")) for note in named.notes)
+    with open_bag(bag("alone", ("/camera/masks", two))) as found, pytest.raises(BagError, match="no topic with an image"):
+        pick_topics(found)
 
 
 def test_refused_topics_list_what_is_there(tmp_path):

@@ -76,7 +76,7 @@ def test_bad_usage(capsys, argv, message):
     (["--set", "train.steps=1"], "unknown parameter 'train.steps'"), (["--set", "steps_per_frame"], "write group.name=value"),
     (["--set", "train.steps_per_frame=many"], "must be int"), (["--set", "engine.sh_degree=7"], r"must lie in \[0, 3\]"),
     (["--set", "gate.min_rotation_deg=.nan"], "must lie in"), (["--set", "intake.depth=maybe"], "must be one of require, use_if_there, ignore"),
-    (["--depth-topic", "/nope"], "--depth-topic /nope is not in"), (["--out", "/proc/x"], "choose another --out"),
+    (["--depth-topic", "/nope"], "--depth-topic /nope is not in"), (["--out", "/proc/x"], "choose another folder"),
 ])
 def test_bad_input_is_one_message_and_exit_2(capsys, tmp_path, room, options, message):
     code, out, err = spirula(capsys, "replay", room, "--out", tmp_path / "out", *options)

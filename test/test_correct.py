@@ -277,6 +277,45 @@ def test_a_closed_loop_moves_everything_that_has_a_pose_and_the_map_recovers():
     assert best - worst > 5 and best - closed < 0.2 * (best - worst), (best, closed, worst)
 
 
+def test_a_correction_that_fails_on_the_way_changes_nothing(monkeypatch):
+    monkeypatch.setattr(correct, "PIECE", 32)
+    mapper, calls = mapped(), []
+    submit(mapper, frame(14, T_world_cam=pose(14, 1.0)))   # waits
+    rows = ("map.mean", "map.quat", "map.sh", "map.owner")
+    state = lambda: [mapper._track.poses.copy(), mapper._gate.state().poses, [f.T_world_cam for f in mapper._inbox.frames() + mapper._held_out], [k.T_given for k in mapper._keyframes]]
+    before, map_before = state(), [mapper._engine.read(row) for row in rows]
+
+    def scarce(*args):
+        calls.append(1)
+        if len(calls) == 3:   # two pieces have moved
+            raise MemoryError("none left")
+        return correct_product(*args)
+    correct_product = correct.product
+    monkeypatch.setattr(correct, "product", scarce)
+    with pytest.raises(MemoryError, match="none left"):
+        close(mapper)
+    assert len(calls) == 5 and mapper.status().corrections == 0
+    for a, b in zip(before, state()):
+        assert np.array_equal(a, b)
+    for a, b in zip(map_before, [mapper._engine.read(row) for row in rows]):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    done = close(mapper, 15)
+    assert done.gaussians > 50 and done.frames == 15 - 5 and mapper.status().corrections == 1
+
+
+def test_frames_that_come_while_the_gaussians_move_stay_where_they_are_given(monkeypatch):
+    mapper = mapped()
+    move = mapper._trainer.correct
+
+    def meanwhile(*args):
+        submit(mapper, frame(14, T_world_cam=pose(14)))
+        return move(*args)
+    monkeypatch.setattr(mapper._trainer, "correct", meanwhile)
+    assert close(mapper).frames == 14 - 5
+    np.testing.assert_allclose(mapper._track.poses, [pose(i) for i in range(15)], atol=1e-12)
+    np.testing.assert_allclose(mapper._inbox.frames()[0].T_world_cam, pose(14), atol=1e-12)
+
+
 def test_frames_that_wait_are_corrected_too():
     mapper = Mapper(replaced(SMALL, {"gate.inbox_frames": 20}))
     for i in range(8):

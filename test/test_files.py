@@ -1,5 +1,6 @@
 """`spirula convert`, `spirula info`, and what the mapper writes and begins with."""
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,7 +162,7 @@ def test_convert_cuts_what_is_asked(capsys):
     b, keep = read_map("b.ply"), (opacities(a) >= 0.5) & np.isfinite(a.means[:, 0])
     np.testing.assert_array_equal(b.means, a.means[keep])
     np.testing.assert_array_equal(b.sh, a.sh[keep][:, :4])
-    assert code == 0 and "1 are not finite: left out" in out and "lost: SH degrees 2 to 3" in out and f"0.5: {199 - keep.sum()} left out" in out
+    assert code == 0 and "1 of 200 Gaussians are not finite or absurd (1 not finite): left out" in out and "lost: SH degrees 2 to 3" in out and f"0.5: {199 - keep.sum()} left out" in out
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -184,7 +185,7 @@ def test_info_of_a_map(capsys):
     _, out, _ = spirula(capsys, "info", "a.ply")
     share = 100 * np.mean(opacities(a)[1:] < 0.1)
     assert "spirula replay BAG --set train.start_map=a.ply --out " in out   # the default folder may be the one that it lies in
-    assert "3DGS .ply, 1,000 Gaussians, SH degree 2" in out and "not finite  1:" in out and f"x {a.means[1:, 0].min():.3f} to" in out and f"{share:5.1f} %" in out
+    assert "3DGS .ply, 1,000 Gaussians, SH degree 2" in out and "UNSOUND  1 of 1,000 Gaussians are not finite or absurd (1 not finite)" in out and f"x {a.means[1:, 0].min():.3f} to" in out and f"{share:5.1f} %" in out
 
 
 def test_info_of_everything_else(capsys, trained, tmp_path):
@@ -203,7 +204,9 @@ def test_info_of_everything_else(capsys, trained, tmp_path):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("none.ply", None, "does not exist"), ("a.txt", b"hello", "not poses"), ("a.npy", b"\x80\x04]q", "not a .npy"), ("a.f32.gz", b"\x1f\x8bxx", "damaged"), ("a.json", b"{}", "end in .ply"),
+    ("none.ply", None, "does not exist"), ("a.txt", b"hello", "not poses"), ("a.npy", b"\x80\x04]q", "not a .npy"), ("a.f32.gz", b"\x1f\x8bxx", "damaged"), ("a.json", b"{}", "a .json that is no report of a replay; it reads maps"),
+    ("a.json", b'{"bag": 1, "mode": "x", "backend": "cpu"}', "no report of a replay"), ("a.json", b"[" * 100_000, "no report of a replay"), ("a.bag", b"#ROSBAG V2.0\n", "this is a ROS 1 bag; convert it"), ("a.png", b"\x89PNG", "not a picture that can be read"),
+    ("a.pdf", b"%PDF", "nothing that this program knows; it reads maps"), ("a.splat", b"123", "a.splat"),
     ("a.ckpt", b"SPIRULA\x1a", "cut short"), ("a.ksplat", b"x", "splat-transform"),
 ])
 def test_info_refuses_in_one_line(capsys, name, content, message):
@@ -211,6 +214,29 @@ def test_info_refuses_in_one_line(capsys, name, content, message):
         Path(name).write_bytes(content)
     code, out, err = spirula(capsys, "info", name)
     assert code == 2 and message in err and len(err.splitlines()) == 1, (out, err)
+
+
+def test_info_of_folders_and_results(capsys):
+    from spirula_ros.synthetic import make_bag
+    make_bag("room", frames=4, size=(20, 15), say=lambda _: None)
+    done = spirula(capsys, "replay", "room", "--lossless", "--out", "out", "--set", "engine.backend=cpu", "--set", "engine.threads=1", "--holdout", "2")
+    for path in ("out", "out/", "out/report.json"):
+        code, out, err = spirula(capsys, "info", path)
+        assert code == 0 and "results of a replay of 'room' (lossless, cpu)" in out and done[1].strip() in out and "out/map.ply" in out, (out, err)
+    code, out, _ = spirula(capsys, "info", "out/compare.png")
+    assert code == 0 and re.search(r"picture, \d+x\d+, 3 channels of 8 bits", out)
+    Path("empty").mkdir()
+    Path("ros1").mkdir()
+    Path("ros1/a.bag").write_bytes(b"#ROSBAG V2.0\n")
+    for name in ("seven/frame-000000.color.png", "seven/frame-000001.color.png", "tum/rgb.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("# stamp file\n1 a\n")
+    assert "(7scenes), 2 images" in spirula(capsys, "info", "seven")[1] and "(tum), 1 images" in spirula(capsys, "info", "tum")[1]
+    for name, text in (("empty", "nothing in this folder that this program knows; it reads maps"), ("ros1", "this is a ROS 1 bag; convert it")):
+        code, _, err = spirula(capsys, "info", name)
+        assert code == 2 and text in err and len(err.splitlines()) == 1, err
+    write_poses("project/sparse/0/", posed())
+    assert "COLMAP model, 4 images" in spirula(capsys, "info", "project")[1]
 
 
 def test_object_arrays_are_not_unpickled(capsys):

@@ -1,6 +1,7 @@
 """Every format: what comes back, what third parties read, what broken files do."""
 import glob
 import gzip
+import re
 import struct
 import tracemalloc
 import zlib
@@ -298,6 +299,23 @@ def test_mutations_are_refused_or_read_and_take_little_memory(tmp_path_factory, 
     assert refused  # both happen; gzip's checksum leaves little to be read
 
 
+@pytest.mark.parametrize("suffix", [".ply", ".splat"])   # the others have checksums, or bits that all mean something
+def test_chance_instead_of_gaussians_is_no_map(tmp_path, suffix):
+    path, rng, a = tmp_path / f"x{suffix}", np.random.default_rng(0), splats(1000, 0)
+    write_map(path, a)
+    data = bytearray(path.read_bytes())
+    rows = len(data) - {".ply": 68, ".splat": 32}[suffix] * 1000
+    for share, n in ((0.05, 1000), (0.5, None), (1.0, None)):
+        begin = len(data) - int((len(data) - rows) * share)
+        path.write_bytes(data[:begin] + rng.bytes(len(data) - begin))
+        if n:
+            assert 40 <= (~read_map(path).sound()).sum() <= 51 and re.match(r"(4\d|50|51) of 1,000 Gaussians are not finite or absurd \(\d+ not finite.*with means beyond -1e.06 to 1e.06", read_map(path).complaint())
+        else:
+            with pytest.raises(FormatError, match=r"x.*: [\d,]+ of 1,000 Gaussians are not finite or absurd .* at most 10 % may be: the file is damaged"):
+                read_map(path)
+    assert not a.complaint() and not a._replace(means=a.means * 0 + 9e5, log_scales=a.log_scales * 0 - 100).complaint()
+
+
 def test_an_unpacked_size_is_believed_only_as_far_as_the_file_reaches(tmp_path):
     """10 MB of zeros in 10 kB: read, as it is within deflate's ratio; what claims more than 1032 times its bytes is not unpacked."""
     path = tmp_path / "a.spz"
@@ -321,7 +339,7 @@ def test_start_maps_are_checked_against_the_engine(tmp_path):
         read_start_map(tmp_path / "a.ply", EngineConfig(max_gaussians=19))
     a.means[4] = np.nan
     write_map(tmp_path / "a.ply", a)
-    with pytest.raises(FormatError, match="1 of 20 Gaussians are not finite; `spirula convert`"):
+    with pytest.raises(FormatError, match="1 of 20 Gaussians are not finite or absurd .1 not finite.; `spirula convert`"):
         read_start_map(tmp_path / "a.ply", config)
     with pytest.raises(FormatError, match="train.start_map .*No such file"):
         read_start_map(tmp_path / "none.ply", config)

@@ -311,6 +311,7 @@ BAD = {  # case -> (feed, reason, what the text must hold: the number, the limit
     "pose too old": (pose_at(-300, -200), "pose_too_old", ["0.200 s older", "intake.wait_s = 1.0", "use_sim_time"]),
     "poses too far apart": (pose_at(-300, 300), "pose_gap", ["0.600 s apart", "limit 0.5", "intake.max_gap_s"]),
     "pose is NaN": (lambda rig: bad_pose(rig, x=np.nan), "bad_pose", ["not finite"]),
+    "pose is beyond the map's numbers": (lambda rig: bad_pose(rig, x=1e9), "bad_pose", ["1000000000.0", "more than 100000 m", "local frame"]),
     "quaternion is zero": (lambda rig: bad_pose(rig, q=(0, 0, 0, 0)), "bad_pose", ["norm 0", "0.01"]),
     "quaternion is not unit": (lambda rig: bad_pose(rig, q=(0, 0, 0, 1.1)), "bad_pose", ["norm 1.1"]),
     "pose in another frame": (lambda rig: (rig.pose(T0 - 40 * S, frame_id="odom"), bad_pose(rig, frame_id="map")), "bad_pose", ["'map'", "'odom'", "intake.map_frame"]),
@@ -342,14 +343,25 @@ def test_the_end_of_the_stream_gives_the_same_reasons(case):
     assert rig.dropped == {reason: 1} and rig.intake.pending == 0
 
 
-def test_one_bad_pose_between_good_ones_costs_no_frame():
+@pytest.mark.parametrize("x", [np.nan, 1e9])
+def test_one_bad_pose_between_good_ones_costs_no_frame(x):
     rig = Rig(depth="ignore")
     rig.info()
     rig.pose(T0 - 50 * MS)
-    rig.pose(T0, x=np.nan)
+    rig.pose(T0, x=x)
     rig.pose(T0 + 50 * MS)
     rig.image(T0)
     assert len(rig.frames) == 1 and rig.intake.states()[3].bad == {"bad_pose": 1}
+
+
+def test_tf_may_be_far_in_its_parts_but_not_as_a_whole():
+    for x, used in ((-6e6, 1), (0.0, 0)):
+        rig = Rig(pose_source="tf", depth="ignore", map_frame="map")
+        rig.info()
+        for parent, child, at in (("map", "earth", x), ("earth", "cam", 6e6)):
+            rig.intake.on_tf(m.tf(m.pose(T0, (at, 0, 0), frame_id=parent, kind="TransformStamped", child=child)), False, rig.now)
+        rig.image(T0)
+        assert len(rig.frames) == used and rig.dropped == ({} if used else {"bad_pose": 1})
 
 
 def test_texts_do_not_grow():

@@ -322,3 +322,10 @@ def test_the_rates_fall_while_the_thread_refines():
         wait_for(lambda: mapper._trainer.refined == 0)
     finally:
         mapper.close()
+
+
+@pytest.mark.parametrize("change, text", [(lambda T: T * np.nan, "finite 4x4"), (lambda T: T * 1.1, "not orthonormal"), (lambda T: np.diag([1, 1, -1, 1.0]), "not orthonormal"),
+                                          (lambda T: np.block([[T[:3, :3], np.full((3, 1), 2e5)], [T[3:]]]), "more than 100000 m")])
+def test_a_frame_of_an_absurd_pose_is_none(change, text):
+    with pytest.raises(ValueError, match=text):
+        frame(0, T_world_cam=change(np.eye(4)))

@@ -30,6 +30,7 @@ from visualization_msgs.msg import Marker, MarkerArray
 import messages
 from fake_mapper import WRITTEN, FakeMapper
 from spirula_gpu.camera import Camera
+from spirula_gpu.checkpoint import Resumed
 from spirula_gpu.mapper import Mapper
 from spirula_ros.msg import MapStatus, VramReport
 from spirula_ros.node import TrainNode, check_path
@@ -82,12 +83,12 @@ class Rig:
         self.until(lambda: all(p.get_subscription_count() for p in (self.image, self.depth, self.info, self.pose)))
         return self
 
-    def send_frame(self, wrong=None, wall_m=2.0, rgb=None):
+    def send_frame(self, wrong=None, wall_m=2.0, rgb=None, moves=0.1):
         """One complete frame of a wall; wrong: "nan pose" | "short image" | "no pose"."""
         self.sent += 1
         head = header(self.sent * 100_000_000, "camera")
         pose = PoseStamped(header=header(self.sent * 100_000_000, "map"))
-        pose.pose.orientation.w, pose.pose.position.x = 1.0, math.nan if wrong == "nan pose" else 0.1 * self.sent
+        pose.pose.orientation.w, pose.pose.position.x = 1.0, math.nan if wrong == "nan pose" else moves * self.sent
         image = image_msg(np.full((48, 64, 3), self.sent, np.uint8) if rgb is None else rgb, head)
         if wrong == "short image":
             image.data = image.data[:100]
@@ -422,11 +423,61 @@ def test_silence_names_the_topic_without_publisher_and_the_wrong_qos(rig):
     assert "sends std_msgs/msg/String: WRONG TYPE" in hint
 
 
+@pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3}], indirect=True)
+def test_what_is_offered_for_a_missing_image_is_no_mask_and_no_other_input(rig):
+    status = rig.hear(MapStatus, "status", LATCHED)
+    rig.robot.destroy_publisher(rig.image)
+    for name in ("front/image", "front/mask"):
+        rig.robot.create_publisher(Image, name, 10)
+    rig.until(lambda: status and "front/image" in status[-1].hint)
+    rig.spin(1.0)
+    line = next(line for line in status[-1].hint.splitlines() if f"{rig.namespace}/image [" in line)
+    assert f"sensor_msgs/msg/Image is published on {rig.namespace}/front/image;" in line, line
+
+
 @pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "qos.sensors": "reliable"}], indirect=True)
 def test_silence_names_the_incompatible_qos(rig):
     status = rig.hear(MapStatus, "status", LATCHED)
     rig.until(lambda: status and "QOS INCOMPATIBLE with ours (reliable, volatile)" in status[-1].hint)
     assert f"{rig.namespace}/robot is best_effort, volatile" in status[-1].hint
+
+
+@pytest.mark.parametrize("source, center, told", [("live: images of /a, poses of /b", 0.0, "its map is of live: images of /a"), ("", 500.0, "the first frame lies 499.9 m from the nearest keyframe"), ("", 0.0, "")])
+def test_frames_that_may_not_be_of_the_resumed_map_are_doubted_for_good(source, center, told, capfd):
+    class Resuming(FakeMapper):
+        resumed = Resumed("map.ckpt", 10, 1, 5, 0, "map", None, {}, source, np.array([[center, 0.0, 0.0]]), 40.0)
+    rig = Rig(Resuming).connected()
+    try:
+        assert rig.mapper.config.checkpoint.source == f"live: images of {rig.namespace}/image, poses of {rig.namespace}/pose"
+        heard = rig.hear(MapStatus, "status", LATCHED)
+        for n in (1, 2):
+            rig.send_frame()
+            rig.until(lambda: len(rig.mapper.frames) == n)
+        del heard[:]
+        rig.until(lambda: heard)
+        assert told in heard[-1].hint if told else not heard[-1].hint
+    finally:
+        rig.close()
+    assert capfd.readouterr().err.count(told) == 1 if told else True
+
+
+def test_what_limits_the_map_is_logged_once_when_it_lasts(capfd):
+    """A camera that stands still, without depth: all of it real."""
+    rig = Rig(Mapper, **{"intake.depth": "ignore", "engine.backend": "cpu", "engine.threads": 1, "watch.silence_s": 0.5, "gate.min_translation_m": 0.0, "publish.status_hz": 20.0})
+    try:
+        rig.until(lambda: all(p.get_subscription_count() for p in (rig.image, rig.info, rig.pose)))
+        rgb = np.random.default_rng(0).integers(0, 256, (48, 64, 3)).astype(np.uint8)
+        deadline = time.monotonic() + 20
+        while not rig.node._limits_told and time.monotonic() < deadline:
+            rig.send_frame(rgb=rgb, moves=0.0)
+            rig.spin(0.1)
+        for _ in range(8):
+            rig.send_frame(rgb=rgb, moves=0.0)
+            rig.spin(0.1)
+        assert "move the camera sideways" in rig.node.mapper.status().hint
+    finally:
+        rig.close()
+    assert capfd.readouterr().err.count("move the camera sideways") == 1
 
 
 def test_another_node_of_the_same_name_is_noticed(rig, monkeypatch):

@@ -53,6 +53,10 @@ def test_the_file_takes_values():
     ({"lr_mean": 1.0}, "unknown parameter 'lr_mean'; did you mean 'train.lr_mean'"),
     ({"engine.precison": "compact"}, "unknown parameter 'engine.precison'; did you mean 'engine.precision'"),
     ({"precison": "compact"}, "unknown parameter 'precison'; did you mean 'engine.precision'"),
+    *(({name: 1}, f"^unknown parameter '{name}'; did you mean '{meant}'.$") for name, meant in (
+        ("web.prot", "web.port"), ("web.enable", "web.enabled"), ("topics.imagee", "topics.image"), ("web.period", "web.period_s"), ("checkpoint.periods", "checkpoint.period_s"),
+        ("steps_per_frame", "train.steps_per_frame"), ("train.voxel_m", "mesh.voxel_m"), ("mesh.voxel", "mesh.voxel_m"), ("intake.depht", "intake.depth"))),
+    *(({name: 1}, f"^unknown parameter '{name}'$") for name in ("foo.bar", "engine.colour", "checkpoint.interval")),
     ({"intake.T_body_camera": (0.0,) * 7}, "unit quaternion"),
     ({"topics.pose_type": "Pose"}, "PoseStamped, PoseWithCovarianceStamped"),
 ])

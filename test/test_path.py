@@ -78,12 +78,13 @@ def test_a_path_waits_for_the_images_of_its_time_and_the_newest_counts():
 def test_bad_paths_are_counted_with_their_reason():
     rig = PathRig()
     rig.all_at(T0)
+    far = path([T0], [1e9])
     other, mixed, nan, zero = path([T0], [0.1], "odom"), path([T0, T0 + 1], [0.1, 0.1]), path([T0], [np.nan]), path([T0], [0.0])
     mixed.poses[1].header.frame_id, zero.poses[0].pose.orientation.w = "odom", 0.0
-    for msg, why in ((other, "path is in frame 'odom', the map in 'map'; .*intake.map_frame 'odom'"), (mixed, "poses of it in 'odom'"), (nan, "1 of 1 poses .* not finite"), (zero, "no unit quaternion")):
+    for msg, why in ((other, "path is in frame 'odom', the map in 'map'; .*intake.map_frame 'odom'"), (mixed, "poses of it in 'odom'"), (nan, "1 of 1 poses .* not finite"), (zero, "no unit quaternion"), (far, "1000000000.0.* more than 100000 m")):
         rig.intake.on("path", msg, rig.now)
         assert re.search(why, rig.intake.last_problem), rig.intake.last_problem
-    assert not rig.paths and [s.bad for s in rig.intake.states() if s.kind == "path"] == [{"bad_path": 4}]
+    assert not rig.paths and [s.bad for s in rig.intake.states() if s.kind == "path"] == [{"bad_path": 5}]
     rig.intake.on("path", path([], []), rig.now)
     assert path_from_msg(path([], []))[1].shape == (0, 4, 4) and not rig.paths
 

@@ -51,10 +51,15 @@ def test_the_report_of_the_node(room, ros_domain, pace):
 
 
 def test_a_node_that_does_not_start_is_reported_with_its_log(room, ros_domain):
+    done = replay(room, ros_domain, "--set", "checkpoint.path=no/such/folder/map.ckpt")
+    assert done.returncode != 0 and "train_node ended with exit code 2" in done.stderr and "no/such/folder" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_checkpoint_that_cannot_be_gone_on_with_starts_no_node(room, ros_domain):
     Path("broken.ckpt").write_bytes(b"not a checkpoint")
     done = replay(room, ros_domain, "--set", "checkpoint.path=broken.ckpt", "--set", "checkpoint.resume=true")
-    assert done.returncode != 0 and "train_node ended with exit code 2" in done.stderr and "broken.ckpt" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "broken.ckpt: cut short" in done.stderr and "train_node" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_map_that_does_not_fit_the_budget_ends_empty_and_says_why(room, ros_domain):

@@ -1,9 +1,12 @@
 """`spirula replay` in one process: the loop against a test double, the report's files, and the real engine end to end."""
 import concurrent.futures
+import errno
 import io
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +22,7 @@ from spirula_gpu.report import FrameLedger, Status, VramReport, VramRow
 from spirula_ros import bags, report
 from spirula_ros.errors import InputError
 from spirula_ros.replay import Lossless, ReplayOptions, replay
+from spirula_ros.resume import bag_source, live_source, other_source
 from spirula_ros.settings import settings
 from spirula_ros.synthetic import make_bag
 from test_mapper import SMALL, frame
@@ -138,7 +142,16 @@ def test_lossless_waits_for_every_frame(room, tmp_path):
     assert KEYS <= set(found) and found["steps"] == 40 and found["backend"] == "double" and found["stopped_early"] == ""
     assert found["vram"] == {"splat": 1000, "image": 10} and found["heldout_psnr"] == 22.0 and found["heldout_cc_psnr"] == 23.0
     assert found["train_psnr"] is None  # NaN
-    assert "20 in, 20 used" in sentence and "22.00 dB" in sentence
+    assert "20 in, 20 used" in sentence and "cut short" not in sentence and "22.00 dB" in sentence
+
+
+def test_steps_that_there_was_no_time_for_are_told(room, tmp_path):
+    """The double makes two steps a frame."""
+    _, found, sentence = run(room, tmp_path / "out", assignments=["train.steps_per_frame=5"])
+    assert found["steps"] == 40 and found["steps_due"] == 100
+    assert "40 steps of 100 due for the frames (train.steps_per_frame; a lower --rate, --lossless or --refine-steps 60 gives them time)" in sentence
+    for assignments, options in ((["train.steps_per_frame=2"], {}), (["train.steps_per_frame=5"], {"refine_steps": 60})):
+        assert "due" not in run(room, tmp_path / "out", assignments=assignments, **options)[2]
 
 
 def test_files(room, tmp_path):
@@ -178,14 +191,16 @@ def test_a_slow_mapper_drops_and_says_so(room, tmp_path):
 def test_max_seconds_stops_reading(room, tmp_path):
     class Slow(DoubleMapper):
         busy_s = 0.1
-    _, found, _ = run(room, tmp_path / "out", Slow, max_seconds=0.45, refine_seconds=60)
+    _, found, sentence = run(room, tmp_path / "out", Slow, max_seconds=0.45, refine_seconds=60)
+    assert f"cut short by --max-seconds after {found['images_sent']} of 20 images" in sentence and found["images_sent"] < 20
     assert found["stopped_early"] == "max_seconds" and 2 <= found["frames"]["in"] < 12 and found["seconds"] < 2
     assert found["frames"]["in"] == found["frames"]["used"]
     assert (tmp_path / "out" / "compare.png").exists()
 
 
 def test_max_seconds_leaves_the_rest_to_refinement(room, tmp_path):
-    _, found, _ = run(room, tmp_path / "out", max_seconds=1.0, refine_seconds=60)
+    _, found, sentence = run(room, tmp_path / "out", max_seconds=1.0, refine_seconds=60)
+    assert "cut short by --max-seconds during the refinement" in sentence
     assert found["stopped_early"] == "max_seconds" and found["frames"]["in"] == 20 and found["timing"]["refine_s"] > 0.3
 
 
@@ -320,6 +335,20 @@ def test_no_usable_frame_says_why(tmp_path):
     assert frames["in"] == 3 == sum(frames["dropped"].values()) and not (tmp_path / "out" / "map.ply").exists()
 
 
+@pytest.mark.parametrize("fails", ["write_renders", "compare_picture", "write_atomically"])
+def test_a_report_that_fails_loses_neither_map_nor_checkpoint(room, tmp_path, monkeypatch, fails):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("spirula_ros.replay.remove_results", lambda *_: None)   # which writes no renders
+    monkeypatch.setattr(report, fails, full)
+    out, path = tmp_path / "out", tmp_path / "map.ckpt"
+    with pytest.raises(OSError if fails == "compare_picture" else InputError) as error:
+        run(room, out, assignments=[f"checkpoint.path={path}"])
+    assert (out / "map.ply").exists() and (out / "poses.txt").exists() and path.exists()
+    if fails != "compare_picture":   # no matter of the disk: our bug, told as such
+        assert re.search(r"cannot write .*: No space left on device; map.ply, poses.txt(, report.json)? is written there", str(error.value))
+
+
 def test_results_of_an_earlier_run_do_not_stay_beside_the_new_report(room, tmp_path):
     out = tmp_path / "out"
     (out / "renders").mkdir(parents=True)
@@ -351,6 +380,20 @@ def test_what_a_run_begins_with_is_not_written_over(name, file, room, tmp_path):
     assert (out / file).read_text() == ("ply\n" if name == "checkpoint.path" else "good")   # where it goes on, there it is saved
 
 
+def test_the_recording_is_no_place_for_results_but_the_folder_around_it_is(room, tmp_path, monkeypatch):
+    bag = tmp_path / "bag"
+    shutil.copytree(room, bag)
+    before, file = sorted(p.name for p in bag.iterdir()), next(bag.glob("*.mcap"))
+    monkeypatch.chdir(bag)
+    for recording, out in ((bag, bag), (bag, "."), (file, bag), (file, file), (file.name, "../bag/")):
+        with pytest.raises(InputError, match="--out .* is the recording itself.*choose another --out"):
+            run(recording, out)
+    assert sorted(p.name for p in bag.iterdir()) == before
+    run(bag, tmp_path)   # as `make demo` has it
+    shutil.copy(file, tmp_path / "alone.mcap")
+    run(tmp_path / "alone.mcap", tmp_path)
+
+
 def test_a_mesh_that_is_not_written_may_be_the_start(room, tmp_path):
     (tmp_path / "mesh.ply").write_text("good")
     run(room, tmp_path, mesh=False, assignments=[f"train.start_map={tmp_path}/mesh.ply"])
@@ -380,7 +423,7 @@ def test_without_depth_and_with_odometry(tmp_path):
 
 def test_unwritable_folder_is_found_before_any_work(room, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot write into .*choose another --out"):
+    with pytest.raises(InputError, match="cannot write into .*choose another folder"):
         run(room, tmp_path / "file" / "out", make=lambda config: pytest.fail("work was done"))
 
 
@@ -462,6 +505,41 @@ def test_a_second_recording_goes_on_with_the_map_of_the_first(room, tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="cut short"):
         run(room, tmp_path / "c", make=Mapper, assignments=assign)
+
+
+@pytest.mark.parametrize("rate", [None, 20.0])
+def test_the_map_of_another_recording_is_not_gone_on_with_unless_told(room, tmp_path, rate):
+    other, moved, renamed, path = tmp_path / "other", tmp_path / "moved", tmp_path / "renamed", tmp_path / "map.ckpt"
+    make_bag(other, frames=20, size=(40, 30), fps=20, seed=1, say=lambda _: None)   # as many images, the same stamps
+    shutil.copytree(room, renamed)
+    with bags.open_bag(room) as bag, bags.BagWriter(moved) as copy:
+        for message in bags.messages(bag, bags.pick_topics(bag)):
+            if message.kind == "pose":
+                (msg := message.msg).pose.position.x += 100
+                copy.message(message.topic, message.type, msg, message.recv_ns)
+            else:
+                copy.message(message.topic, message.type, message.msg, message.recv_ns)
+
+    def again(bag, *more):
+        assign = (f"checkpoint.path={path}", "checkpoint.resume=true", "engine.threads=1", "engine.backend=cpu", "train.steps_per_frame=1", *more)
+        return run(bag, tmp_path / "out", make=Mapper, assignments=assign, mesh=False, rate=rate)
+    again(room)
+    kept, results = path.read_bytes(), {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    with pytest.raises(InputError, match=r"map.ckpt: its map is of room \(first image [0-9a-f]{8}\): images of /camera/color/image_raw, poses of /camera/pose, this run of other .* --set checkpoint.any_source=true"):
+        again(other)
+    with pytest.raises(InputError, match=r"the first frame lies 100.0 m from the nearest keyframe of its map, which is seen from at most 40 m .* --set checkpoint.any_source=true"):
+        again(moved)
+    assert path.read_bytes() == kept and {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == results
+    first, *_ = again(renamed)
+    second, *_ = again(other, "checkpoint.any_source=true")
+    third, *_ = again(moved, "checkpoint.any_source=true")
+    assert all(mapper.resumed for mapper in (first, second, third))
+
+
+def test_what_either_does_not_know_of_its_source_makes_no_difference():
+    live, room, other = live_source("/a", "/p"), bag_source("room", b"1", "/a", "/p"), bag_source("x: (y) ", b"2", "/a", "/p")
+    assert not any(other_source(*pair) for pair in ((live, room), (room, live), ("", room), (room, ""), (live, live), (room, bag_source("renamed", b"1", "/a", "/p"))))
+    assert all(other_source(*pair) for pair in ((room, other), (live, live_source("/a", "/q")), (room, bag_source("room", b"1", "/b", "/p"))))
 
 
 # ---------------------------------------------------------------------------------------------------------- points

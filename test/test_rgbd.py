@@ -97,8 +97,13 @@ def test_unusable_frames_are_skipped_counted_and_said(seven, tmp_path):
     T[0, 3] = np.nan
     write_frame(seven, 4, T)
     (seven / "frame-000008.pose.txt").unlink()
+    far = np.eye(4)
+    far[0, 3] = 1e9
+    for n, T in ((20, 1.1 * np.eye(4)), (21, np.zeros((4, 4))), (22, far)):
+        write_frame(seven, n, T)
     said = []
     assert rgbd.make_bag(seven, tmp_path / "bag", say=said.append) == 1
+    assert any("2 frames: pose is not rigid" in s for s in said) and any("1 frames: pose is more than 100000 m from the origin" in s for s in said)
     assert any("1 frames: pose is not finite" in s for s in said) and any("1 frames: depth image or pose file is missing" in s for s in said)
 
 
@@ -165,6 +170,11 @@ def test_tum_layout(tum, tmp_path):
     q = found["pose"][0].pose.orientation
     assert 2 * np.arctan2(q.z, q.w) == pytest.approx(0.010304, abs=1e-6)  # interpolated at the image's stamp
     assert found["pose"][0].pose.position.x == pytest.approx(0.010304, abs=1e-6)
+
+
+def test_tum_poses_that_are_none_leave_a_gap(tmp_path):
+    rows = [(n, f"{x} 0 0 0 0 0 {w}".split()) for n, (x, w) in enumerate([(0, 1), ("nan", 1), (1e9, 1), (0, 2), (0.1, 1)])]
+    assert rgbd._finite_poses(rows, tmp_path)[0] == [0, 4]
 
 
 def test_tum_gap_in_the_poses(tum):

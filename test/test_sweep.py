@@ -155,6 +155,26 @@ def test_alignment_recovers_poses_that_are_off():
     assert px([t for _, _, t in given]) > 0.5 and px(T) < 0.25 * px([t for _, _, t in given])
 
 
+def test_what_the_masks_hide_moves_no_pose():
+    rng, gray, given, shown = np.random.default_rng(2), photo(pose(), box=False)[0], [], []
+    person = cv2.GaussianBlur(rng.random((70, 60)).astype(np.float32), (0, 0), 1.5)
+    person = cv2.normalize(person, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+
+    def with_person(image, x, y):   # it walks: no pose explains where it is
+        image, mask = image.copy(), np.ones(image.shape, np.uint8)
+        image[y:y + 70, x:x + 60], mask[y:y + 70, x:x + 60] = person, 0
+        shown.append(mask)
+        return image
+    ref = with_person(gray, 50, 25)
+    for p in AROUND:
+        T, at = np.linalg.inv(pose(*p)), np.array([0.0, 0.0, 2.0])
+        u, v = (CAMERA.K @ (T[:3, :3] @ at + T[:3, 3]))[:2] / (T[:3, :3] @ at + T[:3, 3])[2] - (80, 60)
+        given.append((with_person(photo(pose(*p), box=False)[0], int(50 + u + 4), int(25 + v - 3)), CAMERA, T))
+    depth = np.full(gray.shape, 2.0, np.float32)
+    moved = {name: max(np.linalg.norm(a - b) for a, (_, _, b) in zip(adjusted(ref, CAMERA, depth, given, masks), given)) for name, masks in (("all", None), ("shown", shown))}
+    assert moved["shown"] < 0.003 and moved["all"] > 3 * moved["shown"], moved
+
+
 SCARCE = """
 import resource, sys
 import numpy as np
@@ -210,6 +230,22 @@ def test_every_keyframe_gets_depth_once_and_it_is_right():
         truth = photo(k.frame.T_world_cam)[1]
         error = np.abs(depth - truth)[depth > 0] / truth[depth > 0]
         assert (depth > 0).mean() > 0.5 and np.median(error) < 0.01 and (error < 0.05).mean() > 0.97, k.id
+
+
+def test_what_the_mask_hides_gets_no_depth_and_bends_none():
+    def masked(i):
+        near = photo(frame(i).T_world_cam)[1] < 1.9   # the box in front of the wall
+        return frame(i, mask=np.where(near, 0, 255).astype(np.uint8))
+    _, sweeper, out = keyframes([masked(i) for i in range(10)])
+    assert len(out) == 10
+    for k, depth, _ in out:
+        truth, hidden = photo(k.frame.T_world_cam)[1], k.frame.mask == 0
+        assert hidden.sum() > 500 and not depth[hidden].any()
+        error = np.abs(depth - truth)[depth > 0] / truth[depth > 0]
+        assert (depth[~hidden] > 0).mean() > 0.5 and np.median(error) < 0.01 and (error < 0.05).mean() > 0.97, k.id
+    k = Keyframe(0, replace(masked(0), depth_m=photo(pose())[1]), 0.3)   # a depth image that others have to agree with
+    sweeper.measured(k)
+    assert not sweeper._swept[0][1].depth_m[k.frame.mask == 0].any() and sweeper._swept[0][1].median_m == 2.0
 
 
 def test_without_motion_nothing_is_guessed_and_the_hint_says_what_is_missing():

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import signal
+import socket
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 import browser
 from conftest import importorskip
+from spirula_gpu.formats import write_map
 from spirula_gpu.mapper import Wants
 from spirula_ros.params import WebConfig
 from spirula_ros.web_scene import pack
@@ -127,7 +129,6 @@ class Served:
 
 @pytest.mark.parametrize("suffix", [".ply", ".spz", ".splat"])
 def test_view_serves_maps(suffix, tmp_path, capsys):
-    from spirula_gpu.formats import write_map
     path = tmp_path / f"map{suffix}"
     write_map(path, splats(300))
     with Served(path, capsys, max_splats=200) as served:
@@ -154,6 +155,29 @@ def test_view_says_what_it_cannot_show(name, content, text, tmp_path):
     with contextlib.redirect_stderr(said):
         assert main(["view", str(tmp_path / name), "--port", "0"]) == 2
     assert text in said.getvalue() and said.getvalue().count("\n") == 1, said.getvalue()
+
+
+@pytest.mark.parametrize("command, options, text", [
+    (["view", "map.ply"], ["--port", "TAKEN"], "take another one (--port; 0 ="), (["view", "map.ply"], ["--host", "0.0.0.0"], "--host 0.0.0.0: whoever reaches it could look, save and reset: set --token"),
+    (["view", "map.ply"], ["--token", "short"], "--token: 12 or more"), (["replay", "room", "--lossless"], ["--web", "TAKEN"], "take another one (--web PORT; 0 ="),
+    (["replay", "room", "--lossless"], ["--web", "0", "--set", "web.host=0.0.0.0"], "set --set web.token")])
+def test_remedies_name_what_the_command_has(command, options, text, capsys):
+    from spirula_ros.cli import main
+    from spirula_ros.synthetic import make_bag
+    write_map("map.ply", splats(5))
+    make_bag("room", frames=2, size=(8, 6), say=lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main([*command, *(str(taken.getsockname()[1]) if word == "TAKEN" else word for word in options)]) == 2
+    said = capsys.readouterr().err
+    assert text in said and "web.port" not in said and (command[0] == "replay" or "web." not in said), said
+
+
+def test_view_says_what_it_leaves_out(tmp_path, capsys):
+    s = splats(100)
+    s.means[3] = np.inf
+    write_map(tmp_path / "map.ply", s)
+    with Served(tmp_path / "map.ply", capsys) as served:
+        assert "1 of 100 Gaussians are not finite or absurd (1 not finite): left out" in served.said and "99 Gaussians" in served.said
 
 
 def test_replay_serves_while_it_runs(tmp_path, capsys, monkeypatch):
