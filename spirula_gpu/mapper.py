@@ -177,7 +177,7 @@ class Mapper:
     def _begin_map(self) -> None:
         e = self.config.engine
         self._engine = Engine(e.backend, sh_degree=e.sh_degree, max_gaussians=e.max_gaussians, budget_bytes=e.vram_budget_mb << 20,
-                              threads=e.threads, device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision)
+                              threads=e.threads, device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision, antialiased=e.antialiased)
         self.backend = self._engine.backend
         self._trainer, self._output = Trainer(self._engine, self.config), Output(self._engine, self.config)
         self._keyframes, self._multiview = Keyframes(e.seed), MultiView(self._engine)
