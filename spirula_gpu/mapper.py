@@ -454,6 +454,9 @@ class Mapper:
             if not refused(e):
                 raise
             raise FormatError(f"train.start_map {path}: {len(splats.means)} Gaussians do not fit: {e}; thin the map with `spirula convert --min-opacity`") from None
+        if splats.antialiased != self.config.engine.antialiased:
+            self._trainer.hint = (f"train.start_map {path} was trained {'with' if splats.antialiased else 'without'} the 2D mip filter, as far as it says, and is drawn "
+                                  f"{'without' if splats.antialiased else 'with'} it until training has adapted it; engine.antialiased={splats.antialiased} draws it as it was")
         self._tell()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Trainer:
     def begin_with(self, splats: Splats) -> None:
         """Gaussians that were trained before, of no keyframe, into an empty map. They begin with the rates of new ones: those of old ones
         (adam.steps = lr_decay_steps) made no difference (31.18 and 31.22 dB in the room, 450 steps)."""
-        self.engine.append(*splats.with_degree(self.engine.sh_degree), owner=NO_KEYFRAME)
+        self.engine.append(*splats.with_degree(self.engine.sh_degree).arrays, owner=NO_KEYFRAME)
         self._unsorted, self._first_degree, self.refinement.given = len(splats.means), splats.degree, True
 
     def refine(self, keyframe: Keyframe) -> None:
