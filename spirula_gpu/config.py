@@ -22,7 +22,7 @@ class EngineConfig:
     threads: int = param(0, "", "CPU threads of the engine; 0 = all cores", 0, 1024)
     sh_degree: int = param(2, "", "spherical-harmonics degree of the colours", 0, 3)
     precision: str = param("full", "", "full | compact; compact stores a Gaussian in less than half of the bytes (see max_gaussians), at the same quality")
-    antialiased: bool = param(False, "", "draw and train the map with the 2D mip filter (Mip-Splatting): right at other sizes and distances than those trained at; a map is shown as it was trained")
+    antialiased: bool = param(True, "", "draw and train the map with the 2D mip filter (Mip-Splatting): right at other sizes and distances than those trained at; a map is shown as it was trained")
     max_gaussians: int = param(1_000_000, "Gaussians", "the map never holds more; bytes each at sh_degree 0, 1, 2, 3: full 176 252 376 548, compact 88 117 164 229; training takes scratch beside (spirula forecast)", 1, 200_000_000)
     vram_budget_mb: int = param(0, "MiB", "bytes that all engine buffers together may take, the map (see max_gaussians) and scratch; 0 = no limit; spirula forecast --vram-mb says how many Gaussians fit", 0, 1_000_000)
     arena_alias: bool = param(True, "", "let buffers that are never alive together share bytes")
