@@ -55,6 +55,7 @@ class InsertConfig:
 class TrainConfig:
     start_map: str = param("", "", "begin with the Gaussians of this file (.ply, .compressed.ply, .splat, .spz) in the map's frame; not when a checkpoint is resumed, and a reset begins empty")
     steps_per_frame: int = param(30, "steps", "steps due for each frame taken in; the mapper does more when idle (not with --lossless)", 0, 10000, True)
+    half_behind: float = param(2.0, "frames", "new keyframes are trained at half size, which costs half, while the steps of more than so many frames are due and frames come; 0 = never", 0, 1e6, True)
     max_keyframes: int = param(2000, "keyframes", "keyframes kept for replay; beyond this the most redundant one goes", 2, 1_000_000)
     keyframes_mb: int = param(1024, "MiB", "host memory of their images; beyond this too the most redundant one goes", 16, 1_000_000, True)
     newest_probability: float = param(0.1, "", "share of steps on the newest keyframe", 0, 1, True)

@@ -337,14 +337,19 @@ class Mapper:
         behind, idle = self._thread is not None and len(self._inbox) > 0, self._thread is not None and not len(self._inbox)
         most = 1 if behind else self.STEPS_PER_TICK  # a frame that waits comes first: dropping it loses more than a few steps
         n = min(self._due, most) if self._due > 0 else most if idle else 0
-        self._steps(n)
+        self._steps(n, self._behind())
         self._due -= min(n, self._due)
         return n > 0 and not self._trainer.starved
 
-    def _steps(self, n: int) -> None:
+    def _behind(self) -> bool:
+        """Frames come faster than their steps are made. What is still due when the stream has ended is trained at full size."""
+        t = self.config.train
+        return self._thread is not None and 0 < t.half_behind * t.steps_per_frame < self._due and not self._ended()
+
+    def _steps(self, n: int, behind: bool = False) -> None:
         self._trainer.refinement.timed = self._thread is not None
         for _ in range(n):
-            self._trainer.step(self._keyframes)
+            self._trainer.step(self._keyframes, behind)
         if n:
             self._rate.append((time.monotonic(), self._trainer.steps))
 
