@@ -60,7 +60,7 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class OfflineConfig:
     """The one table; `config.rows` and `config.replaced` read and change it. engine.max_gaussians is the cap of the growth."""
-    engine: EngineConfig = EngineConfig(sh_degree=3, max_gaussians=400_000)
+    engine: EngineConfig = EngineConfig(sh_degree=3, max_gaussians=400_000, antialiased=False)  # the filter costs a little SSIM here: docs/streaming.md
     init: InitConfig = InitConfig()
     insert: InsertConfig = InsertConfig()
     schedule: ScheduleConfig = ScheduleConfig()
