@@ -56,9 +56,9 @@ class WatchedMapper(Mapper):
         with self._timed("insert"):  # on a GPU this waits for the step that runs
             super()._add(frame)
 
-    def _steps(self, n: int) -> None:
+    def _steps(self, n: int, behind: bool = False) -> None:
         with self._timed("step", n):
-            super()._steps(n)
+            super()._steps(n, behind)
 
     def tick(self) -> bool:
         if self._look_at and time.monotonic() >= self._look_at[0]:

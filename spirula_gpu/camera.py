@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import cv2
 import numpy as np
 
 
@@ -75,3 +76,11 @@ class Frame:
         out = np.eye(4)
         out[:3, :3], out[:3, 3] = R.T, -R.T @ t
         return out.astype(np.float32)
+
+    def resized(self, width: int, height: int) -> "Frame":
+        """The frame at another size: means of the image's pixels when it gets smaller, single values of depth and mask."""
+        if (width, height) == (self.camera.width, self.camera.height):
+            return self
+        small = lambda x, how: None if x is None else cv2.resize(x, (width, height), interpolation=how)
+        return replace(self, camera=self.camera.resized(width, height), rgb=small(self.rgb, cv2.INTER_AREA), depth_m=small(self.depth_m, cv2.INTER_NEAREST),
+                       mask=small(self.mask, cv2.INTER_NEAREST))

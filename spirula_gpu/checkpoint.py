@@ -96,9 +96,9 @@ def _row_pieces(engine: Engine, name: str, used: int) -> Iterator[np.ndarray]:
 
 def changed(reader: Reader, config: Config) -> dict[str, tuple[Any, Any]]:
     """Parameters that are not what they were, but may be. Raises CheckpointError for those that may not."""
-    then = {**{name: value for name, value, _ in rows(Config())}, **reader.facts["config"]}
+    then = {**{name: value for name, value, _ in rows(Config())}, "engine.antialiased": False, **reader.facts["config"]}  # there was no filter before that row
     differ = {name: (then[name], now) for name, now, _ in rows(config) if then[name] != now and not name.startswith("checkpoint.")}
-    for name in ("engine.sh_degree", "engine.precision"):
+    for name in ("engine.sh_degree", "engine.precision", "engine.antialiased"):
         if name in differ:
             reader.refuse(f"it was written with {name} {differ[name][0]}, and this run has {differ[name][1]}", f"set {name} to {differ[name][0]}, or start without checkpoint.resume")
     return differ

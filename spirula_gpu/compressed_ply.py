@@ -14,7 +14,7 @@ from typing import Iterator
 
 import numpy as np
 
-from .ply import Element, header, read_header, read_table
+from .ply import Element, header, read_header, read_table, says_antialiased
 from .splats import SH0, FormatError, Splats, as_byte, colors, logits_of_bytes, opacities, unit, with_largest, without_largest
 
 CHUNK = 256
@@ -34,7 +34,7 @@ def pack_compressed_ply(splats: Splats) -> Iterator[bytes]:
     splats = splats.chosen(z_order(splats.means))
     n, rest = len(splats.means), 3 * (splats.sh.shape[1] - 1)
     elements = [("chunk", -(-n // CHUNK), [("float", name) for name in LIMITS + COLOR_LIMITS]), ("vertex", n, [("uint", name) for name in PACKED])]
-    yield header(*elements, *([("sh", n, [("uchar", f"f_rest_{i}") for i in range(rest)])] if rest else []))
+    yield header(*elements, *([("sh", n, [("uchar", f"f_rest_{i}") for i in range(rest)])] if rest else []), antialiased=splats.antialiased)
     columns = (splats.means, np.clip(splats.log_scales, -MAX_LOG_SCALE, MAX_LOG_SCALE), colors(splats))
     ends = [_ends(x) for x in columns]
     yield np.concatenate([x for low_high in ends for x in low_high], 1).astype("<f4").tobytes()
@@ -110,7 +110,8 @@ def read_compressed_ply(path: str | os.PathLike) -> Splats:
     harmonics = ((rgb - 0.5) / SH0)[:, None]
     if sh:
         harmonics = np.concatenate([harmonics, _harmonics(sh[0])], 1)
-    return Splats(mean.astype(np.float32), _quats(rows["packed_rotation"]), scale.astype(np.float32), logits_of_bytes(rgba[:, 3]), harmonics.astype(np.float32))
+    return Splats(mean.astype(np.float32), _quats(rows["packed_rotation"]), scale.astype(np.float32), logits_of_bytes(rgba[:, 3]), harmonics.astype(np.float32),
+                  says_antialiased(path))
 
 
 def _check(path, elements: list[Element]) -> None:

@@ -22,6 +22,7 @@ class EngineConfig:
     threads: int = param(0, "", "CPU threads of the engine; 0 = all cores", 0, 1024)
     sh_degree: int = param(2, "", "spherical-harmonics degree of the colours", 0, 3)
     precision: str = param("full", "", "full | compact; compact stores a Gaussian in less than half of the bytes (see max_gaussians), at the same quality")
+    antialiased: bool = param(False, "", "draw and train the map with the 2D mip filter (Mip-Splatting): right at other sizes and distances than those trained at, in viewers that have it; a map is shown as it was trained")
     max_gaussians: int = param(1_000_000, "Gaussians", "the map never holds more; bytes each at sh_degree 0, 1, 2, 3: full 176 216 280 368, compact 88 102 120 142; training takes scratch beside (spirula forecast)", 1, 200_000_000)
     vram_budget_mb: int = param(0, "MiB", "bytes that all engine buffers together may take, the map (see max_gaussians) and scratch; 0 = no limit; spirula forecast --vram-mb says how many Gaussians fit", 0, 1_000_000)
     arena_alias: bool = param(True, "", "let buffers that are never alive together share bytes")
@@ -54,6 +55,7 @@ class InsertConfig:
 class TrainConfig:
     start_map: str = param("", "", "begin with the Gaussians of this file (.ply, .compressed.ply, .splat, .spz) in the map's frame; not when a checkpoint is resumed, and a reset begins empty")
     steps_per_frame: int = param(30, "steps", "steps due for each frame taken in; the mapper does more when idle (not with --lossless)", 0, 10000, True)
+    half_behind: float = param(2.0, "frames", "new keyframes are trained at half size, which costs half, while the steps of more than so many frames are due and frames come; 0 = never", 0, 1e6, True)
     max_keyframes: int = param(2000, "keyframes", "keyframes kept for replay; beyond this the most redundant one goes", 2, 1_000_000)
     keyframes_mb: int = param(1024, "MiB", "host memory of their images; beyond this too the most redundant one goes", 16, 1_000_000, True)
     newest_probability: float = param(0.1, "", "share of steps on the newest keyframe", 0, 1, True)

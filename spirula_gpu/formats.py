@@ -24,6 +24,7 @@ class Format(NamedTuple):
     pack: Callable[[Splats], Iterator[bytes]]
     read: Callable[[str], Splats] | None            # None: it is not read
     degree: int                                     # SH, at most
+    says_filter: bool = False                       # it holds whether the map is for the 2D mip filter
     finite: bool = True                             # it cannot hold a Gaussian that is not finite: those are never drawn, and left out
 
 
@@ -35,10 +36,10 @@ def _read_any_ply(path) -> Splats:
 
 
 FORMATS = (  # the longest suffix that fits counts
-    Format(".ply", "3DGS .ply", "", pack_ply, _read_any_ply, 4, finite=False),
-    Format(".compressed.ply", "PlayCanvas compressed .ply", "means to 11 bits and colours to 8 bits of the span of 256 neighbours; opacity and SH to 8 bits; the order", pack_compressed_ply, _read_any_ply, 3),
+    Format(".ply", "3DGS .ply", "", pack_ply, _read_any_ply, 4, True, finite=False),
+    Format(".compressed.ply", "PlayCanvas compressed .ply", "means to 11 bits and colours to 8 bits of the span of 256 neighbours; opacity and SH to 8 bits; the order", pack_compressed_ply, _read_any_ply, 3, True),
     Format(".splat", "antimatter15 .splat", "SH above degree 0; colour, opacity and rotation to 8 bits", pack_splat, read_splat, 0),
-    Format(".spz", "Niantic .spz", "means to 0.24 mm; scale (steps of 6 %), colour, opacity and SH to 8 bits, SH within +-1", pack_spz, read_spz, 3),
+    Format(".spz", "Niantic .spz", "means to 0.24 mm; scale (steps of 6 %), colour, opacity and SH to 8 bits, SH within +-1", pack_spz, read_spz, 3, True),
     Format(".npy", "numpy [N,25]", "SH above degree 1; scale and rotation become a covariance", pack_npy, None, 1),
     Format(".f32.gz", "splat.js gzip of float32 [N,13]", "SH above degree 0; scale and rotation become a covariance", pack_splat_js, None, 0),
     Format(".points.ply", "point cloud .ply", "everything but means and colours", pack_points, None, 0),
@@ -63,7 +64,8 @@ def format_of(path: str | os.PathLike, *, reading: bool = False) -> Format:
 
 def read_map(path: str | os.PathLike) -> Splats:
     """The Gaussians of a file, as they are in it; C-contiguous. Up to MOST_UNSOUND of them may be unsound: callers say so. Raises FormatError, one line, and OSError."""
-    splats = Splats(*map(np.ascontiguousarray, format_of(path, reading=True).read(path)))
+    splats = format_of(path, reading=True).read(path)
+    splats = Splats(*map(np.ascontiguousarray, splats.arrays), splats.antialiased)
     if np.count_nonzero(splats.sound()) < (1 - MOST_UNSOUND) * len(splats.means):
         raise FormatError(f"{path}: {splats.complaint()}, at most {100 * MOST_UNSOUND:g} % may be: the file is damaged, or not what its suffix says; take another copy")
     return splats

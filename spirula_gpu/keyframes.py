@@ -80,6 +80,7 @@ class Keyframe:
         self.T_given = frame and frame.T_world_cam   # [4,4], as the source of the poses said; `frame` has the one that is used
         self.log_gain = np.zeros(3)   # of its exposure over the map's, a channel
         self.targets: Targets | None = None   # where its target is kept; None: nowhere
+        self.steps = 0   # that it was trained in since it came, or the process began
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
         self._view_of = None   # (degree, unit) that it was made for
@@ -115,7 +116,16 @@ class Keyframe:
             self._view_of = sh_degree, engine.unit_m
         return self._view
 
+    def compared(self, engine: Engine, sh_degree: int, half: bool = False) -> tuple[View, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """What a step renders and compares with: view, target [H,W,3], depth_m and mask [H,W] or None; half: all at half the size."""
+        if not half:
+            return self.view(engine, sh_degree), self.target, self.frame.depth_m, self.frame.mask
+        small = replace(self.frame, rgb=self.target).resized(-(-self.frame.camera.width // 2), -(-self.frame.camera.height // 2))
+        blur_px2 = self.blur_px2 if engine.antialiased else self.blur_px2 / 4  # without the filter: as wide as at full size
+        return engine.view(small.camera, small.T_cam_world, sh_degree, blur_px2=blur_px2), small.rgb, small.depth_m, small.mask
+
     def trained(self, loss: float) -> None:
+        self.steps += 1
         self.loss = loss if np.isinf(self.loss) else 0.7 * self.loss + 0.3 * loss
 
 

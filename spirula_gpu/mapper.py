@@ -193,7 +193,7 @@ class Mapper:
     def _begin_map(self) -> None:
         e = self.config.engine
         self._engine = Engine(e.backend, sh_degree=e.sh_degree, max_gaussians=e.max_gaussians, budget_bytes=e.vram_budget_mb << 20,
-                              threads=e.threads, device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision)
+                              threads=e.threads, device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision, antialiased=e.antialiased)
         self.backend = self._engine.backend
         self._trainer, self._output = Trainer(self._engine, self.config), Output(self._engine, self.config)
         self._keyframes, self._multiview = Keyframes(e.seed), MultiView(self._engine)
@@ -362,14 +362,19 @@ class Mapper:
         behind, idle = self._thread is not None and len(self._inbox) > 0, self._thread is not None and not len(self._inbox)
         most = 1 if behind else self.STEPS_PER_TICK  # a frame that waits comes first: dropping it loses more than a few steps
         n = min(self._due, most) if self._due > 0 else most if idle else 0
-        self._steps(n)
+        self._steps(n, self._behind())
         self._due -= min(n, self._due)
         return n > 0 and not self._trainer.starved
 
-    def _steps(self, n: int) -> None:
+    def _behind(self) -> bool:
+        """Frames come faster than their steps are made. What is still due when the stream has ended is trained at full size."""
+        t = self.config.train
+        return self._thread is not None and 0 < t.half_behind * t.steps_per_frame < self._due and not self._ended()
+
+    def _steps(self, n: int, behind: bool = False) -> None:
         self._trainer.refinement.timed = self._thread is not None
         for _ in range(n):
-            self._trainer.step(self._keyframes)
+            self._trainer.step(self._keyframes, behind)
         if n:
             self._rate.append((time.monotonic(), self._trainer.steps))
 
@@ -479,6 +484,9 @@ class Mapper:
             if not refused(e):
                 raise
             raise FormatError(f"train.start_map {path}: {len(splats.means)} Gaussians do not fit: {e}; thin the map with `spirula convert --min-opacity`") from None
+        if splats.antialiased != self.config.engine.antialiased:
+            self._trainer.hint = (f"train.start_map {path} was trained {'with' if splats.antialiased else 'without'} the 2D mip filter, as far as it says, and is drawn "
+                                  f"{'without' if splats.antialiased else 'with'} it until training has adapted it; engine.antialiased={splats.antialiased} draws it as it was")
         self._tell()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------

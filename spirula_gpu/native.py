@@ -15,7 +15,7 @@ import numpy as np
 
 from .report import VramReport, VramRow
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 NEAR_M = 0.01   # nothing nearer to a camera is drawn
 CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
 GAUSSIANS = 0  # Row.count of a row with an item per Gaussian
@@ -50,7 +50,7 @@ CreateParams = _struct("spl_create_params", max_gaussians=i64, budget_bytes=i64,
 Memory = _struct("spl_memory", free_bytes=i64, total_bytes=i64, process_bytes=i64, pinned_bytes=i64)
 Gaussians = _struct("spl_gaussians", flags=i64, n=i64, sh_degree=i64, means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p)
 View = _struct("spl_view", n_cameras=c.c_int32, width=c.c_int32, height=c.c_int32, sh_degree=c.c_int32, blur_px2=c.c_float,
-               near_m=c.c_float, background=c.c_float * 3, reserved=c.c_int32, viewmats=f32p, Ks=f32p)
+               near_m=c.c_float, background=c.c_float * 3, antialiased=c.c_int32, viewmats=f32p, Ks=f32p)
 Image = _struct("spl_image", rgb=f32p, alpha=f32p, depth=f32p)
 Grads = _struct("spl_gaussian_grads", means=f32p, quats=f32p, log_scales=f32p, logit_opacities=f32p, sh=f32p, viewmats=f32p)
 Step = _struct("spl_step", deferred=c.c_int32, reserved=c.c_int32, n_pairs=i64, n_isects=i64, loss=c.c_double, l1=c.c_double, ssim=c.c_double,
@@ -200,20 +200,21 @@ def empty(shape, like):
     return like.new_empty(shape) if on_gpu(like) else np.empty(shape, np.float32)
 
 
-def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m: float = NEAR_M, background=(0, 0, 0)) -> View:
-    """A View of one Camera (or a list of equal size) at T_cam_world [4,4] (or [C,4,4]); keeps the arrays it points to alive."""
+def view(cameras, T_cam_world, sh_degree: int, *, blur_px2: float = 0.3, near_m: float = NEAR_M, background=(0, 0, 0), antialiased: bool = False) -> View:
+    """A View of one Camera (or a list of equal size) at T_cam_world [4,4] (or [C,4,4]); keeps the arrays it points to alive.
+    antialiased: the 2D mip filter, see spl_view."""
     cameras = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
     Ks = array([camera.K for camera in cameras], (-1, 3, 3), name="Ks")
     return view_of(array(T_cam_world, np.shape(T_cam_world), name="T_cam_world").reshape(-1, 4, 4), Ks, cameras[0].width, cameras[0].height,
-                   sh_degree, blur_px2=blur_px2, near_m=near_m, background=background)
+                   sh_degree, blur_px2=blur_px2, near_m=near_m, background=background, antialiased=antialiased)
 
 
-def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0.3, near_m=NEAR_M, background=(0, 0, 0)) -> View:
+def view_of(viewmats, Ks, width: int, height: int, sh_degree: int, *, blur_px2=0.3, near_m=NEAR_M, background=(0, 0, 0), antialiased=False) -> View:
     viewmats, Ks = (x.cpu() if on_gpu(x) else x for x in (viewmats, Ks))  # the engine reads them on the host
     viewmats = array(viewmats, (-1, 4, 4), name="viewmats")
     Ks = array(Ks, (len(viewmats), 3, 3), name="Ks")
     out = View(n_cameras=len(viewmats), width=width, height=height, sh_degree=sh_degree, blur_px2=blur_px2, near_m=near_m,
-               background=(c.c_float * 3)(*background), viewmats=pointer(viewmats), Ks=pointer(Ks))
+               background=(c.c_float * 3)(*background), antialiased=antialiased, viewmats=pointer(viewmats), Ks=pointer(Ks))
     out._alive = (viewmats, Ks)
     return out
 
@@ -230,13 +231,15 @@ class Engine:
 
     backend auto: cuda where its library and a usable device are there, else cpu; `backend_reason` says why. A CUDA
     library that is there but cannot be used is also reported once as a RuntimeWarning.
-    precision full: fp32, 368 bytes a Gaussian at degree 3; compact: 16-bit parameters (positions stay fp32), 8-bit SH beyond degree 0, 8- and 16-bit moments, 142 bytes."""
+    precision full: fp32, 368 bytes a Gaussian at degree 3; compact: 16-bit parameters (positions stay fp32), 8-bit SH beyond degree 0, 8- and 16-bit moments, 142 bytes.
+    antialiased: view() makes views with the 2D mip filter."""
 
     def __init__(self, backend: str = "auto", *, sh_degree: int = 3, max_gaussians: int = 1_000_000, budget_bytes: int = 0, threads: int = 0,
-                 device: int = 0, arena_alias: bool = True, arena_debug: bool = False, precision: str = "full"):
+                 device: int = 0, arena_alias: bool = True, arena_debug: bool = False, precision: str = "full", antialiased: bool = False):
         self.sh_degree, self.budget_bytes, self.precision = sh_degree, budget_bytes, precision
         params = CreateParams(max_gaussians=max_gaussians, budget_bytes=budget_bytes, sh_degree=sh_degree, threads=threads, device=device,
                               arena_alias=arena_alias, arena_debug=arena_debug, precision=_precision(precision))
+        self.antialiased = antialiased  # how the map is drawn: every view of it is made so
         self.unit_m = 1.0   # what lengths in metres are times: poses alone may be of any unit (COLMAP); who measures it sets it
         self._ctx = c.c_void_p()
         if backend == "auto":
@@ -364,8 +367,8 @@ class Engine:
 
     # ---- rendering ------------------------------------------------------------------------------------------------
     def view(self, camera, T_cam_world, sh_degree: int, *, blur_px2: float) -> View:
-        """As the function view(), in the map's unit of length."""
-        return view(camera, T_cam_world, sh_degree, blur_px2=blur_px2, near_m=NEAR_M * self.unit_m)
+        """As the function view(), in the map's unit of length and as the map is drawn."""
+        return view(camera, T_cam_world, sh_degree, blur_px2=blur_px2, near_m=NEAR_M * self.unit_m, antialiased=self.antialiased)
 
     def render(self, v: View) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The map: rgb [C,H,W,3], alpha [C,H,W], depth [C,H,W] (sum of weight * z; divide by alpha)."""

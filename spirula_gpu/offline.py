@@ -119,7 +119,7 @@ class OfflineRun:
         e = config.engine
         self.data, self.config, self.step, self.train_s = data, config, 0, 0.0
         self.engine = Engine(e.backend, sh_degree=e.sh_degree, max_gaussians=e.max_gaussians, budget_bytes=e.vram_budget_mb << 20, threads=e.threads,
-                             device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision)
+                             device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision, antialiased=e.antialiased)
         self._rng = np.random.default_rng(e.seed)
         self._views = [self._view(f) for f in data.train]
         self._targets = data.targets(self.engine.backend, e.device, config.schedule.depth_weight > 0)
@@ -190,7 +190,7 @@ class OfflineRun:
 
     def _view(self, frame: Frame):
         s = self.config.schedule
-        return view(frame.camera, frame.T_cam_world, 0, blur_px2=s.blur_px2, near_m=s.near * self.data.extent)
+        return view(frame.camera, frame.T_cam_world, 0, blur_px2=s.blur_px2, near_m=s.near * self.data.extent, antialiased=self.engine.antialiased)
 
     # ---- the first map ---------------------------------------------------------------------------------------------------
     def _begin(self) -> None:

@@ -18,7 +18,7 @@ _lock = threading.Lock()
 
 def rasterize(means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, colors: Tensor, viewmats: Tensor, Ks: Tensor,
               width: int, height: int, *, sh_degree: int | None = None, near_plane: float = 0.01, eps2d: float = 0.3,
-              backgrounds: Tensor | None = None, render_mode: str = "RGB", backend: str = "auto") -> tuple[Tensor, Tensor, dict]:
+              backgrounds: Tensor | None = None, render_mode: str = "RGB", antialiased: bool = False, backend: str = "auto") -> tuple[Tensor, Tensor, dict]:
     """Renders N Gaussians into C pinhole cameras.
 
     means       [N,3] world, m                     quats  [N,4] wxyz, any norm > 0
@@ -28,6 +28,8 @@ def rasterize(means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, c
     Ks          [C,3,3] pixels; the centre of the first pixel is (0.5, 0.5)
     backgrounds [C,3] RGB behind the Gaussians, or None (black)
     near_plane  m, nearer Gaussians are not drawn  eps2d  px^2, added to every screen covariance
+    antialiased opacities are multiplied by sqrt(det(cov) / det(cov + eps2d I)), gsplat's rasterize_mode "antialiased": a splat that
+                eps2d makes larger gets fainter (2D mip filter; Yu et al. 2024, Mip-Splatting)
 
     Returns (render [C,H,W,D], alphas [C,H,W,1], meta). By render_mode, D is 3 (RGB), 1 (D: sum of weight * z; ED: expected
     depth, D / alpha) or 4 (RGB+D, RGB+ED). meta holds width, height, n_cameras and backend.
@@ -41,7 +43,7 @@ def rasterize(means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, c
     if means.is_cuda and backend == "cpu":
         raise ValueError(f"backend 'cpu' with tensors on {means.device}: pass tensors on the CPU, or backend 'cuda' or 'auto'")
     meta = dict(width=width, height=height, n_cameras=len(viewmats))
-    rgb, alphas, depth = _Rasterize.apply(means, quats, scales, opacities, colors, viewmats, Ks.detach(), sh_degree, near_plane, eps2d, backend, meta)
+    rgb, alphas, depth = _Rasterize.apply(means, quats, scales, opacities, colors, viewmats, Ks.detach(), sh_degree, near_plane, eps2d, antialiased, backend, meta)
     alphas, depth = alphas[..., None], depth[..., None]
     if backgrounds is not None:
         rgb = rgb + (1 - alphas) * backgrounds[:, None, None]
@@ -55,10 +57,10 @@ class _Rasterize(torch.autograd.Function):
     """spl_forward and spl_backward on activated parameters."""
 
     @staticmethod
-    def forward(ctx, means, quats, scales, opacities, colors, viewmats, Ks, sh_degree, near_plane, eps2d, backend, meta):
+    def forward(ctx, means, quats, scales, opacities, colors, viewmats, Ks, sh_degree, near_plane, eps2d, antialiased, backend, meta):
         ctx.save_for_backward(means, quats, scales, opacities, colors, viewmats, Ks)
         ctx.backend = backend
-        ctx.settings = dict(width=meta["width"], height=meta["height"], sh_degree=sh_degree or 0, blur_px2=eps2d, near_m=near_plane)
+        ctx.settings = dict(width=meta["width"], height=meta["height"], sh_degree=sh_degree or 0, blur_px2=eps2d, near_m=near_plane, antialiased=antialiased)
         with _engine(backend, means.device) as engine:
             images = engine.forward(*_arrays(means, quats, scales, opacities, colors), view_of(*_arrays(viewmats, Ks), **ctx.settings))
             meta["backend"] = engine.backend
@@ -71,7 +73,7 @@ class _Rasterize(torch.autograd.Function):
         with _engine(ctx.backend, v_rgb.device) as engine:
             grads = engine.backward(*gaussians, view_of(viewmats, Ks, **ctx.settings), *_arrays(v_rgb, v_alpha, v_depth))
         names = ("means", "quats", "scales", "opacities", "sh", "viewmats")
-        return tuple(torch.as_tensor(grads[name]) for name in names) + (None,) * 6
+        return tuple(torch.as_tensor(grads[name]) for name in names) + (None,) * 7
 
 
 def _arrays(*tensors: Tensor):

@@ -60,7 +60,7 @@ class Output:
             for name in PARAMETERS:
                 block = self._engine.read(f"map.{name}", first, BLOCK)
                 rows[name].append((block[:, :1] if name == "sh" else block)[here])
-        return Splats(*(np.concatenate(blocks) for blocks in rows.values()))
+        return Splats(*(np.concatenate(blocks) for blocks in rows.values()), self._engine.antialiased)
 
     def measure(self, frame: Frame, log_gain: np.ndarray) -> HeldOut:
         """log_gain: as in HeldOut.of."""
@@ -144,4 +144,4 @@ class Output:
         format_of(path)
         if not len(self._engine):
             raise ValueError(f"the map is empty; {path} was not touched")
-        return write_map(path, Splats(*(self._engine.read(f"map.{name}") for name in PARAMETERS)))
+        return write_map(path, Splats(*(self._engine.read(f"map.{name}") for name in PARAMETERS), self._engine.antialiased))

@@ -14,6 +14,7 @@ from numpy.lib.recfunctions import structured_to_unstructured
 from .splats import FormatError, Splats
 
 MAX_HEADER_BYTES = 1 << 16
+MIP = "SplatRenderMode: mip"  # the comment of a map that was trained with the 2D mip filter, as Brush and splat-transform write it
 PLY_TYPES = dict(char="i1", int8="i1", uchar="u1", uint8="u1", short="<i2", int16="<i2", ushort="<u2", uint16="<u2",
                  int="<i4", int32="<i4", uint="<u4", uint32="<u4", float="<f4", float32="<f4", double="<f8", float64="<f8")
 
@@ -33,7 +34,7 @@ def write_ply(path: str | os.PathLike, splats: Splats) -> None:
 def pack_ply(splats: Splats) -> Iterator[bytes]:
     """The file in pieces. Raises ValueError on wrong shapes."""
     _check_shapes(splats)
-    yield header(("vertex", len(splats.means), [("float", name) for name in _names(splats.sh.shape[1])]))
+    yield header(("vertex", len(splats.means), [("float", name) for name in _names(splats.sh.shape[1])]), antialiased=splats.antialiased)
     for block in splats.blocks():
         yield _table(block).tobytes()
 
@@ -60,12 +61,12 @@ def read_ply(path: str | os.PathLike) -> Splats:
     if rest:
         sh_rest = column(*(f"f_rest_{i}" for i in range(rest))).reshape(count, 3, rest // 3).transpose(0, 2, 1)
     return Splats(column(*"xyz"), column(*(f"rot_{i}" for i in range(4))), column(*(f"scale_{i}" for i in range(3))),
-                  table[:, at["opacity"]].copy(), np.ascontiguousarray(np.concatenate([dc, sh_rest], 1)))
+                  table[:, at["opacity"]].copy(), np.ascontiguousarray(np.concatenate([dc, sh_rest], 1)), says_antialiased(path))
 
 
-def header(*elements: tuple[str, int, list[tuple[str, str]]]) -> bytes:
+def header(*elements: tuple[str, int, list[tuple[str, str]]], antialiased: bool = False) -> bytes:
     """Of (name, count, [(type, property), ..]) each."""
-    lines = ["ply", "format binary_little_endian 1.0"]
+    lines = ["ply", "format binary_little_endian 1.0", *([f"comment {MIP}"] if antialiased else [])]
     for name, count, properties in elements:
         lines += [f"element {name} {count}", *(f"property {kind} {leaf}" for kind, leaf in properties)]
     return ("\n".join(lines) + "\nend_header\n").encode()
@@ -93,6 +94,15 @@ def read_header(file, path) -> list[Element]:
         if len(dict(fields)) < len(fields):
             raise FormatError(f"{path}: a property of element {name} is declared twice")
     return [Element(name, count, None if any(kind is None for _, kind in fields) else np.dtype(fields)) for name, count, fields in elements]
+
+
+def says_antialiased(path: str | os.PathLike) -> bool:
+    """By the last of its comments that says it: `SplatRenderMode: mip` (Brush, splat-transform, this program) or `antialiased 1` (Postshot)."""
+    with open(path, "rb") as file:
+        lines = file.read(MAX_HEADER_BYTES).partition(b"end_header")[0].decode("ascii", "replace").lower().split("\n")
+    meant = {("comment", "splatrendermode:"): "mip", ("comment", "antialiased"): "1"}
+    said = [words[2:] == [meant[tuple(words[:2])]] for words in map(str.split, lines) if tuple(words[:2]) in meant]
+    return bool(said) and said[-1]
 
 
 def _header_line(file, path) -> list[str]:

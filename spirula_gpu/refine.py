@@ -67,8 +67,8 @@ class Refinement:
     def _expose(self, keyframe: Keyframe) -> None:
         camera = _at_most(EXPOSURE_PIXELS, keyframe.frame.camera)
         rgb, alpha, _ = self._render(camera, keyframe)
-        image, mask, _ = _resized(keyframe.frame, camera)
-        if (gain := log_gain(image, rgb, alpha, mask)) is not None:
+        small = keyframe.frame.resized(camera.width, camera.height)
+        if (gain := log_gain(small.rgb, rgb, alpha, small.mask)) is not None:
             keyframe.expose(gain)
             self._exposed += 1
 
@@ -81,7 +81,7 @@ class Refinement:
     def _align(self, keyframe: Keyframe) -> bool:
         r, T_used, camera = self.config.refine, keyframe.frame.T_world_cam, _at_most(POSE_PIXELS, keyframe.frame.camera)
         rgb, alpha, depth = self._render(camera, keyframe)
-        image, mask, depth_m = _resized(keyframe.frame, camera)
+        small = keyframe.frame.resized(camera.width, camera.height)
         valid = alpha > ALPHA
         depth = np.where(valid, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         if not valid.any():
@@ -89,7 +89,7 @@ class Refinement:
         self._depth_m = float(np.median(depth[valid]))
         sigma_m, sigma_rad = r.pose_sigma * self._depth_m, math.radians(r.pose_sigma_deg)
         seen = Seen(_grey(rgb * 255), depth, valid)
-        ours = Seen(_grey(image.astype(np.float32)), depth_m, np.ones(alpha.shape, bool) if mask is None else mask != 0)
+        ours = Seen(_grey(small.rgb.astype(np.float32)), small.depth_m, np.ones(alpha.shape, bool) if small.mask is None else small.mask != 0)
         T_prior = np.linalg.inv(keyframe.T_given) @ T_used
         result = align(ours, seen, camera, T_prior, sigma_m, sigma_rad)
         if isinstance(result, str):
@@ -152,15 +152,6 @@ def mean_correction(T_used: np.ndarray, T_given: np.ndarray, near_m: float, near
 def _at_most(pixels: int, camera: Camera) -> Camera:
     n = math.ceil(math.sqrt(camera.width * camera.height / pixels))
     return camera.resized(max(camera.width // n, 1), max(camera.height // n, 1)) if n > 1 else camera
-
-
-def _resized(frame, camera: Camera):
-    """(rgb, mask, depth_m) at the size of `camera`."""
-    size = (camera.width, camera.height)
-    if (frame.camera.width, frame.camera.height) == size:
-        return frame.rgb, frame.mask, frame.depth_m
-    small = lambda x, how: None if x is None else cv2.resize(x, size, interpolation=how)
-    return small(frame.rgb, cv2.INTER_AREA), small(frame.mask, cv2.INTER_NEAREST), small(frame.depth_m, cv2.INTER_NEAREST)
 
 
 def _grey(rgb: np.ndarray) -> np.ndarray:

@@ -16,12 +16,17 @@ class FormatError(ValueError):
 
 
 class Splats(NamedTuple):
-    """Gaussians in raw parameters, all float32."""
+    """Gaussians in raw parameters, all float32, and how they are meant to be drawn."""
     means: np.ndarray            # [N,3] map frame, m
     quats: np.ndarray            # [N,4] wxyz
     log_scales: np.ndarray       # [N,3] log of m
     logit_opacities: np.ndarray  # [N]
     sh: np.ndarray               # [N,K,3], K = (degree+1)^2
+    antialiased: bool = False    # trained with the 2D mip filter; without it small ones are drawn too bold
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self[:5]
 
     @property
     def degree(self) -> int:
@@ -29,11 +34,11 @@ class Splats(NamedTuple):
 
     def chosen(self, which) -> "Splats":
         """Those of a mask, a slice or indices."""
-        return Splats(*(x[which] for x in self))
+        return Splats(*(x[which] for x in self.arrays), self.antialiased)
 
     def finite(self) -> np.ndarray:
         """[N] bool: the others are never drawn."""
-        return np.logical_and.reduce([np.isfinite(x.reshape(len(x), -1)).all(1) for x in self])
+        return np.logical_and.reduce([np.isfinite(x.reshape(len(x), -1)).all(1) for x in self.arrays])
 
     def sound(self) -> np.ndarray:
         """[N] bool: finite, and within SANE. Formats without a checksum show damage by nothing else."""

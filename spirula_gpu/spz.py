@@ -26,6 +26,7 @@ from .splats import FormatError, Splats, as_byte, logits_of_bytes, opacities, un
 MAGIC, GZIP = b"NGSP", b"\x1f\x8b"
 HEAD = struct.Struct("<4sIIBBBB")          # magic, version, Gaussians, SH degree, fractional bits, flags, streams (version 4)
 MORE, TOC = struct.Struct("<I12x"), struct.Struct("<QQ")  # of version 4: offset of the table; packed and unpacked bytes of a stream
+ANTIALIASED = 0x1                          # flag: trained with the 2D mip filter
 EXTENSIONS = 0x2                           # flag: records that other vendors know follow, or (version 4) precede the table
 MAX_RATIO = 1032                           # unpacked over packed bytes: deflate reaches no more, and no zstd stream of real Gaussians does
 FRACTIONAL_BITS, MAX_FRACTIONAL_BITS = 12, 24
@@ -59,7 +60,7 @@ def pack_spz(splats: Splats) -> Iterator[bytes]:
     if farthest >= 1 << 23:
         raise FormatError(f"a Gaussian is {farthest:g} m from the origin, and .spz ends at {1 << 23} m: write another format")
     stream = zlib.compressobj(LEVEL, wbits=31)
-    yield stream.compress(HEAD.pack(MAGIC, 3, len(splats.means), splats.degree, bits, 0, 0))
+    yield stream.compress(HEAD.pack(MAGIC, 3, len(splats.means), splats.degree, bits, ANTIALIASED * splats.antialiased, 0))
     for attribute in (lambda s: _fixed24(s.means, bits), lambda s: as_byte(255 * opacities(s)), lambda s: as_byte(127.5 + 255 * COLOR_SCALE * s.sh[:, 0]),
                       lambda s: as_byte(16 * (s.log_scales + 10)), _rotations, _harmonics):
         for block in splats.blocks():
@@ -187,7 +188,8 @@ def _unpacked(head: Head, streams: list[np.ndarray]) -> Splats:
         xyz = (((b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16) ^ 0x800000) - 0x800000) * np.float32(2.0**-head.fractional_bits)
     dc = ((colors.reshape(n, 1, 3) / np.float32(255) - np.float32(0.5)) / np.float32(COLOR_SCALE))
     rest = (sh.reshape(n, -1, 3).astype(np.float32) - 128) / 128 if len(sh) else dc[:, :0]
-    return Splats(xyz.astype(np.float32), _quats(head, rotations), scales.reshape(n, 3) / np.float32(16) - 10, logits_of_bytes(alphas), np.concatenate([dc, rest], 1))
+    return Splats(xyz.astype(np.float32), _quats(head, rotations), scales.reshape(n, 3) / np.float32(16) - 10, logits_of_bytes(alphas), np.concatenate([dc, rest], 1),
+                  bool(head.flags & ANTIALIASED))
 
 
 def _quats(head: Head, rotations: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ SHORT_STEPS = 1000  # once memory was refused, the map does not grow for so long
 LARGE_MAP = 1_000_000  # Gaussians; a larger map is pruned as much more rarely, since that reads all of it
 SORT_STEPS = 100  # at least so many between two sorts: one costs as much as a few steps
 ROOM_ATTEMPTS = 9  # from the third on, each asks for about half of what the one before asked for
+YOUNG_STEPS = 10   # for so many of its steps a keyframe is trained at half size while the mapper is behind
 PATIENCE = 20      # times that the map makes room for memory that others hold (0.95^20 = 36 % are left), and one more with each frame taken in
 
 
@@ -41,13 +42,14 @@ class Trainer:
         self._first_degree = 0  # SH degree of the first steps: that of a map that was begun with
         self._sort_at = 0   # .. which it is again from this step on
         self._running: Keyframe | None = None  # of the step whose loss comes with the next one: the GPU is not waited for
-        self._seen = (0, 0)  # pairs and intersections of the newest step that is known; what memory a step takes follows from them
+        self._half = False   # .. and whether that one was at half the size
+        self._seen = (0, 0)  # pairs and intersections of the newest step at full size that is known; what memory a step takes follows from them
         self._resumed_loss: float | None = None  # of `_running`, when that step was made before a checkpoint
         self._rng = np.random.default_rng(config.engine.seed + 1)
         self.refined = 0.0  # share of the refinement that is over; 0 too while there is none
 
-    def step(self, keyframes: Keyframes) -> None:
-        """Choose a keyframe, render, compare, descend; prune when it is time."""
+    def step(self, keyframes: Keyframes, behind: bool = False) -> None:
+        """Choose a keyframe, render, compare, descend; prune when it is time. behind: a young keyframe at half the size, which costs half."""
         t = self.config.train
         keyframe = keyframes.choose(t)
         interval = self.config.refine.interval_steps
@@ -55,9 +57,10 @@ class Trainer:
             self.refine(keyframe)
             self.refinement.centre(keyframes)
         degree = min(self.engine.sh_degree, self._first_degree + self.steps // t.sh_interval_steps if t.sh_interval_steps else 3)
-        frame = keyframe.frame
+        half = behind and keyframe.steps < YOUNG_STEPS
+        view, target, depth_m, mask = keyframe.compared(self.engine, degree, half)
         try:
-            stats = self.engine.train_step(keyframe.view(self.engine, degree), keyframe.target, self._hyper(), frame.depth_m, frame.mask, wait=False)
+            stats = self.engine.train_step(view, target, self._hyper(), depth_m, mask, wait=False)
         except NativeError as e:
             self._refused(e)
             self.steps += 1  # this one is lost: the scratch of the view did not fit beside the map, which makes room now
@@ -65,13 +68,13 @@ class Trainer:
             self._make_room(e)
             return
         self._lost = 0
-        if stats.n_pairs >= 0:
+        if stats.n_pairs >= 0 and not self._half:
             self._seen = stats.n_pairs, stats.n_isects
         if self._running:
             loss = stats.loss if self._resumed_loss is None else self._resumed_loss
             self._running.trained(loss)
             self.loss = loss if np.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
-        self._running, self._resumed_loss = keyframe, None
+        self._running, self._half, self._resumed_loss = keyframe, half, None
         self.steps += 1
         interval = self.config.prune.interval_steps * max(len(self.engine) / LARGE_MAP, 1)
         if interval and self.steps - self._pruned_at >= interval:
@@ -81,7 +84,7 @@ class Trainer:
     def begin_with(self, splats: Splats) -> None:
         """Gaussians that were trained before, of no keyframe, into an empty map. They begin with the rates of new ones: those of old ones
         (adam.steps = lr_decay_steps) made no difference (31.18 and 31.22 dB in the room, 450 steps)."""
-        self.engine.append(*splats.with_degree(self.engine.sh_degree), owner=NO_KEYFRAME)
+        self.engine.append(*splats.with_degree(self.engine.sh_degree).arrays, owner=NO_KEYFRAME)
         self._unsorted, self._first_degree, self.refinement.given = len(splats.means), splats.degree, True
 
     def refine(self, keyframe: Keyframe) -> None:
@@ -96,7 +99,7 @@ class Trainer:
     def state(self) -> dict:
         """What a checkpoint keeps beside the map, for JSON. Waits for the step that runs; its loss still counts with the next one."""
         running, last = None, self.engine.last_step()
-        if last.n_pairs >= 0:
+        if last.n_pairs >= 0 and not self._half:
             self._seen = last.n_pairs, last.n_isects
         if self._running:
             running = dict(id=self._running.id, loss=repr(last.loss if self._resumed_loss is None else self._resumed_loss))

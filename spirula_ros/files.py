@@ -69,6 +69,8 @@ def run_convert(args) -> None:
     size, degree_out = os.path.getsize(args.target), min(splats.degree, kind.degree)
     print(f"{args.target}: {kind.name}, {written:,} Gaussians, SH degree {degree_out}, {size:,} bytes ({size / written:.1f} each)")
     lost = [kind.loses] if kind.loses else []
+    if splats.antialiased and not kind.says_filter:
+        lost.append("that it was trained with the 2D mip filter")
     if min(args.sh_degree if args.sh_degree is not None else degree, degree_out) < degree and "SH above" not in kind.loses:
         lost.insert(0, f"SH degrees {degree_out + 1} to {degree}")
     print("lost: " + ("; ".join(lost) or "nothing"))
@@ -135,6 +137,8 @@ def _map(path: str, kind) -> str:
     lines = [f"{path}: {kind.name}, {n:,} Gaussians, SH degree {splats.degree}, {size:,} bytes ({size / max(n, 1):.1f} each)"]
     if complaint := splats.complaint():
         lines.append(f"UNSOUND  {complaint}: damaged? `spirula convert` leaves them out")
+    if splats.antialiased:
+        lines.append("antialiased  trained with the 2D mip filter: for viewers that have it")
     splats = splats.chosen(sound)
     if len(splats.means):
         lines += _bounds(splats.means)

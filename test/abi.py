@@ -195,9 +195,9 @@ def f32(array) -> np.ndarray:
     return np.ascontiguousarray(array, np.float32)
 
 
-def view_of(viewmats, Ks, width, height, sh_degree, blur=0.3, near=0.01, background=(0, 0, 0)):
+def view_of(viewmats, Ks, width, height, sh_degree, blur=0.3, near=0.01, background=(0, 0, 0), antialiased=False):
     return struct("spl_view", n_cameras=len(viewmats), width=width, height=height, sh_degree=sh_degree, blur_px2=blur, near_m=near,
-                  background=tuple(background), viewmats=f32(viewmats), Ks=f32(Ks))
+                  background=tuple(background), antialiased=int(antialiased), viewmats=f32(viewmats), Ks=f32(Ks))
 
 
 def image_of(view):

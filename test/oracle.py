@@ -27,6 +27,7 @@ class Projected(NamedTuple):
     depth: np.ndarray    # [N] camera z
     rgb: np.ndarray      # [N,3]
     box: np.ndarray      # [N,4] x0 y0 x1 y1 of the ellipse alpha = 1/255
+    opacity: np.ndarray  # [N] at the centre
 
 
 def sh_basis(d: np.ndarray) -> np.ndarray:
@@ -51,22 +52,24 @@ def rotation(q: np.ndarray) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def project(g: Gaussians, viewmat, K, width, height, degree, blur=0.3, near=0.01) -> Projected:
-    """EWA splatting (Zwicker et al. 2001) as gsplat does it."""
+def project(g: Gaussians, viewmat, K, width, height, degree, blur=0.3, near=0.01, antialiased=False) -> Projected:
+    """EWA splatting (Zwicker et al. 2001) as gsplat does it; antialiased: Yu et al. 2024 (Mip-Splatting), eq. 9."""
     g = Gaussians(*(np.asarray(a, np.float64) for a in g))
     viewmat, K, n = np.asarray(viewmat, np.float64), np.asarray(K, np.float64), len(g.means)
     R, fx, fy, cx, cy = viewmat[:3, :3], K[0, 0], K[1, 1], K[0, 2], K[1, 2]
     t = g.means @ R.T + viewmat[:3, 3]
     margin_x, margin_y = 0.3 * 0.5 * width / fx, 0.3 * 0.5 * height / fy
-    xy, cov, conic = np.zeros((n, 2)), np.zeros((n, 2, 2)), np.zeros((n, 3))
+    xy, cov, conic, opacity = np.zeros((n, 2)), np.zeros((n, 2, 2)), np.zeros((n, 3)), g.opacities.copy()
     for i, (x, y, z) in enumerate(t):
         u = np.clip(x / z, -cx / fx - margin_x, (width - cx) / fx + margin_x)
         v = np.clip(y / z, -cy / fy - margin_y, (height - cy) / fy + margin_y)
         J = np.array([[fx / z, 0, -fx * u / z], [0, fy / z, -fy * v / z]])
         M = J @ R @ rotation(g.quats[i]) @ np.diag(g.scales[i])
         xy[i], cov[i] = (fx * x / z + cx, fy * y / z + cy), M @ M.T + blur * np.eye(2)
+        if antialiased:
+            opacity[i] *= np.sqrt(max(np.linalg.det(M @ M.T), 0) / np.linalg.det(cov[i]))
         conic[i] = np.array([cov[i, 1, 1], -cov[i, 0, 1], cov[i, 0, 0]]) / np.linalg.det(cov[i])
-    reach = np.sqrt(2 * np.log(g.opacities / ALPHA_MIN))[:, None] * np.sqrt(np.stack([cov[:, 0, 0], cov[:, 1, 1]], 1))
+    reach = np.sqrt(2 * np.log(opacity / ALPHA_MIN))[:, None] * np.sqrt(np.stack([cov[:, 0, 0], cov[:, 1, 1]], 1))
     box = np.concatenate([xy - reach, xy + reach], 1)
     if g.sh.ndim == 2:
         rgb = g.sh
@@ -74,15 +77,15 @@ def project(g: Gaussians, viewmat, K, width, height, degree, blur=0.3, near=0.01
         d = g.means + np.linalg.inv(R) @ viewmat[:3, 3]
         basis = sh_basis(d / np.linalg.norm(d, axis=1, keepdims=True))[:, :(degree + 1)**2]
         rgb = np.maximum(0, 0.5 + np.einsum("nk,nkc->nc", basis, g.sh[:, :(degree + 1)**2]))
-    finite = np.isfinite(np.concatenate([t, xy, conic, rgb, box, g.opacities[:, None]], 1)).all(1)
+    finite = np.isfinite(np.concatenate([t, xy, conic, rgb, box, opacity[:, None]], 1)).all(1)
     inside = (box[:, 0] < width) & (box[:, 1] < height) & (box[:, 2] > 0) & (box[:, 3] > 0)
-    return Projected(finite & inside & (t[:, 2] > near) & (g.opacities >= ALPHA_MIN), xy, cov, conic, t[:, 2], rgb, box)
+    return Projected(finite & inside & (t[:, 2] > near) & (opacity >= ALPHA_MIN), xy, cov, conic, t[:, 2], rgb, box, opacity)
 
 
-def render(g: Gaussians, viewmat, K, width, height, degree, blur=0.3, near=0.01, background=(0, 0, 0), band=2e-3):
+def render(g: Gaussians, viewmat, K, width, height, degree, blur=0.3, near=0.01, background=(0, 0, 0), antialiased=False, band=2e-3):
     """One camera. Returns rgb [H,W,3], alpha [H,W], depth [H,W] and edge [H,W] bool: the pixels where a threshold
     (1/255, T_MIN, the order of two depths) lies within the relative distance `band`, so that float32 may decide otherwise."""
-    p = project(g, viewmat, K, width, height, degree, blur, near)
+    p = project(g, viewmat, K, width, height, degree, blur, near, antialiased)
     y, x = np.mgrid[:height, :width] + 0.5
     T, rgb, depth = np.ones((height, width)), np.zeros((height, width, 3)), np.zeros((height, width))
     done, edge, last_z = np.zeros(T.shape, bool), np.zeros(T.shape, bool), np.full(T.shape, -np.inf)
@@ -90,7 +93,7 @@ def render(g: Gaussians, viewmat, K, width, height, degree, blur=0.3, near=0.01,
         if not p.visible[i]:
             continue
         dx, dy = x - p.xy[i, 0], y - p.xy[i, 1]
-        raw = g.opacities[i] * np.exp(-0.5 * (p.conic[i, 0] * dx**2 + 2 * p.conic[i, 1] * dx * dy + p.conic[i, 2] * dy**2))
+        raw = p.opacity[i] * np.exp(-0.5 * (p.conic[i, 0] * dx**2 + 2 * p.conic[i, 1] * dx * dy + p.conic[i, 2] * dy**2))
         alpha = np.minimum(ALPHA_MAX, raw)
         edge |= ~done & ((np.abs(raw / ALPHA_MIN - 1) < band) | (np.abs(raw / ALPHA_MAX - 1) < band))
         use = (alpha >= ALPHA_MIN) & ~done

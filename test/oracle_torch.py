@@ -33,7 +33,7 @@ def rotations(q):
     return torch.stack(rows, -1).reshape(-1, 3, 3)
 
 
-def render_one(means, quats, scales, opacities, sh, viewmat, K, width, height, degree, blur, near):
+def render_one(means, quats, scales, opacities, sh, viewmat, K, width, height, degree, blur, near, antialiased):
     R, shift = viewmat[:3, :3], viewmat[:3, 3]
     fx, fy, cx, cy = K[0, 0], K[1, 1], K[0, 2], K[1, 2]
     t = means @ R.T + shift
@@ -43,7 +43,11 @@ def render_one(means, quats, scales, opacities, sh, viewmat, K, width, height, d
     zero = torch.zeros_like(z)
     J = torch.stack([fx / z, zero, -fx * u / z, zero, fy / z, -fy * v / z], 1).reshape(-1, 2, 3)
     M = J @ R @ rotations(quats) @ torch.diag_embed(scales)
-    conic = torch.linalg.inv(M @ M.transpose(1, 2) + blur * torch.eye(2, dtype=means.dtype))
+    sharp = M @ M.transpose(1, 2)
+    cov = sharp + blur * torch.eye(2, dtype=means.dtype)
+    conic = torch.linalg.inv(cov)
+    if antialiased:
+        opacities = opacities * (torch.linalg.det(sharp).clamp_min(0) / torch.linalg.det(cov)).sqrt()
     if sh.ndim == 2:
         rgb = sh
     else:
@@ -64,9 +68,9 @@ def render_one(means, quats, scales, opacities, sh, viewmat, K, width, height, d
     return torch.einsum("nhw,nc->hwc", weight, rgb[order]), 1 - T[-1], torch.einsum("nhw,n->hw", weight, z[order])
 
 
-def render(means, quats, scales, opacities, sh, viewmats, Ks, width, height, degree, blur=0.3, near=0.01, background=(0, 0, 0)):
+def render(means, quats, scales, opacities, sh, viewmats, Ks, width, height, degree, blur=0.3, near=0.01, background=(0, 0, 0), antialiased=False):
     """float64 tensors -> rgb [C,H,W,3], alpha [C,H,W], depth [C,H,W]."""
-    images = [render_one(means, quats, scales, opacities, sh, V, K, width, height, degree, blur, near) for V, K in zip(viewmats, Ks)]
+    images = [render_one(means, quats, scales, opacities, sh, V, K, width, height, degree, blur, near, antialiased) for V, K in zip(viewmats, Ks)]
     rgb, alpha, depth = (torch.stack(parts) for parts in zip(*images))
     return rgb + (1 - alpha)[..., None] * torch.tensor(background, dtype=rgb.dtype), alpha, depth
 

@@ -97,6 +97,8 @@ def test_what_this_run_cannot_hold_is_refused_with_the_remedy(good):
     assert f"{n} Gaussians > engine.max_gaussians 100; raise it" in refused(good, config(engine__max_gaussians=100))
     if len(PRECISIONS) > 1:
         assert "set engine.precision to full" in refused(good, config("compact"))
+    drawn = Config().engine.antialiased
+    assert f"set engine.antialiased to {drawn}" in refused(good, config(engine__antialiased=not drawn))
 
 
 def test_contents_that_make_no_sense_are_refused_before_memory_is_taken(good):

@@ -57,7 +57,7 @@ def test_round_trip(tmp_path, suffix, degree):
     if suffix == ".splat":
         a = a._replace(sh=np.clip(a.sh, -1.7, 1.7))  # colours within 0..1
     b = written(tmp_path / f"map{suffix}", a)
-    assert b.degree == (0 if suffix == ".splat" else degree) and all(x.dtype == np.float32 and x.flags.c_contiguous for x in b)
+    assert b.degree == (0 if suffix == ".splat" else degree) and all(x.dtype == np.float32 and x.flags.c_contiguous for x in b.arrays)
     a = a.with_degree(b.degree)
     errors = [np.abs(a.means - b.means), np.abs(a.log_scales - b.log_scales), np.abs(opacities(a) - opacities(b)), np.abs(a.sh - b.sh)[:, :1], np.abs(a.sh - b.sh)[:, 1:]]
     assert all(e.max(initial=0) <= bound for e, bound in zip(errors, BOUNDS[suffix])), [e.max(initial=0) for e in errors]
@@ -225,7 +225,7 @@ def v4(path_of_v3: Path) -> bytes:
 def test_version_4_is_version_3_packed_otherwise(tmp_path, degree):
     write_map(tmp_path / "a.spz", splats(300, degree))
     (tmp_path / "b.spz").write_bytes(v4(tmp_path / "a.spz"))
-    for x, y in zip(read_map(tmp_path / "a.spz"), read_map(tmp_path / "b.spz")):
+    for x, y in zip(read_map(tmp_path / "a.spz").arrays, read_map(tmp_path / "b.spz").arrays):
         np.testing.assert_array_equal(x, y)
 
 
@@ -286,7 +286,7 @@ def test_mutations_are_refused_or_read_and_take_little_memory(tmp_path_factory, 
         try:
             s = read_map(path)
             n = len(s.means)
-            assert [x.shape for x in s] == [(n, 3), (n, 4), (n, 3), (n,), (n, (s.degree + 1) ** 2, 3)] and all(x.dtype == np.float32 for x in s)
+            assert [x.shape for x in s.arrays] == [(n, 3), (n, 4), (n, 3), (n,), (n, (s.degree + 1) ** 2, 3)] and all(x.dtype == np.float32 for x in s.arrays)
             read.append(n)
         except FormatError as error:
             assert "\n" not in str(error)
@@ -343,6 +343,38 @@ def test_start_maps_are_checked_against_the_engine(tmp_path):
         read_start_map(tmp_path / "a.ply", config)
     with pytest.raises(FormatError, match="train.start_map .*No such file"):
         read_start_map(tmp_path / "none.ply", config)
+
+
+@pytest.mark.parametrize("kind", [f for f in FORMATS if f.read], ids=lambda f: f.suffix)
+def test_a_file_says_that_its_map_is_for_the_mip_filter(tmp_path, kind):
+    path, a = tmp_path / f"map{kind.suffix}", splats(30, 1)
+    assert not written(path, a).antialiased
+    plain = path.read_bytes()
+    b = written(path, a._replace(antialiased=True))
+    assert b.antialiased == b.with_degree(0).antialiased == b.chosen(np.s_[:5]).antialiased == kind.says_filter
+    assert (path.read_bytes() != plain) == kind.says_filter
+    if kind.suffix.endswith(".ply"):
+        assert path.read_bytes().replace(b"comment SplatRenderMode: mip\n", b"") == plain
+
+
+@pytest.mark.parametrize("comments, mip", [
+    ("", False), ("comment SplatRenderMode: mip", True), ("comment splatrendermode:  MIP ", True), ("comment antialiased 1", True), ("comment antialiased 0", False),
+    ("comment SplatRenderMode: default", False), ("comment antialiased 1\ncomment SplatRenderMode: default", False), ("comment made by antialiased 1", False)])
+def test_comments_of_other_programs(tmp_path, comments, mip):
+    path = tmp_path / "map.ply"
+    write_map(path, splats(3, 0))
+    head, body = path.read_bytes().split(b"element", 1)
+    path.write_bytes(head + (comments + "\n" if comments else "").encode() + b"element" + body)
+    assert read_map(path).antialiased == mip
+
+
+def test_a_start_map_that_was_drawn_otherwise_is_told(tmp_path):
+    for drawn in (False, True):
+        write_map(tmp_path / "start.ply", splats(40, 2)._replace(antialiased=drawn))
+        for ours in (False, True):
+            mapper = Mapper(replaced(SMALL, {"train.start_map": str(tmp_path / "start.ply"), "engine.antialiased": ours}))
+            mapper.tick()
+            assert ("engine.antialiased" in mapper.status().hint) == (drawn != ours), mapper.status().hint
 
 
 def test_the_page_lists_every_format():

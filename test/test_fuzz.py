@@ -35,7 +35,7 @@ def any_view(draw, degree):
     width, height = draw(st.sampled_from([(1, 1), (16, 16), (17, 33), (64, 5), (3, 100)]))
     viewmats, Ks = cameras(draw(st.sampled_from([1, 1, 2, 5])), width, height, draw(st.integers(0, 20)))
     Ks[:, :2, :2] *= np.float32(draw(st.sampled_from([1, 1, 1, 1e-3, 1e3, 1e8])))
-    return view_of(viewmats, Ks, width, height, draw(st.integers(0, degree)), blur=draw(st.sampled_from([0.3, 0.0, 10.0])),
+    return view_of(viewmats, Ks, width, height, draw(st.integers(0, degree)), blur=draw(st.sampled_from([0.3, 0.0, 10.0])), antialiased=draw(st.booleans()),
                    near=draw(st.sampled_from([0.01, 1e-6, 100.0])))
 
 

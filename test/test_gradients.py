@@ -33,17 +33,31 @@ def assert_gradients(got, want, tolerance=2e-4):
         assert (error <= tolerance * size + 1e-3 * np.abs(b)).all(), f"{name}: {(error.max() / size):.2e} of the largest"
 
 
+@pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize("degree", [0, 1, 2, 3])
 @pytest.mark.parametrize("width, height", [(17, 13), (33, 65)])
-def test_backward_is_autograd(degree, width, height):
+def test_backward_is_autograd(degree, width, height, antialiased):
     seed, background = 20 + degree, (0.3, 0.1, 0.7)
     g, (viewmats, Ks) = gaussians(70, degree, seed), cameras(2, width, height, seed)
-    v = upstream(g, viewmats, Ks, width, height, degree, seed)
-    got = Context().backward(g, view_of(viewmats, Ks, width, height, degree, background=background), *v)
-    want = reference(g, viewmats, Ks, width, height, degree, v, background=background)
+    v = upstream(g, viewmats, Ks, width, height, degree, seed, antialiased=antialiased)
+    got = Context().backward(g, view_of(viewmats, Ks, width, height, degree, background=background, antialiased=antialiased), *v)
+    want = reference(g, viewmats, Ks, width, height, degree, v, background=background, antialiased=antialiased)
     assert_gradients(got, want)
-    unseen = ~np.any([oracle.project(g, V, K, width, height, degree).visible for V, K in zip(viewmats, Ks)], 0)
+    unseen = ~np.any([oracle.project(g, V, K, width, height, degree, antialiased=antialiased).visible for V, K in zip(viewmats, Ks)], 0)
     assert unseen.any() and not any(a[unseen].any() for a in got[:5]), "what no camera sees has no gradient"
+
+
+@pytest.mark.parametrize("size, flat", [((0.005, 0.03), 1.0), ((0.02, 0.3), 0.02)])
+def test_splats_that_the_mip_filter_makes_fainter(size, flat):
+    """A quarter of a pixel to a few across, and discs seen at all angles, some as lines: most of each opacity's factor is far from 1, and so is its derivative."""
+    width, height = 40, 30
+    g, (viewmats, Ks) = gaussians(120, 1, 36, size=size), cameras(2, width, height, 36)
+    g = g._replace(scales=np.float32(g.scales * [1, 1, flat]), opacities=np.float32(0.5 + 0.5 * g.opacities))
+    factors = np.concatenate([(p.opacity / g.opacities)[p.visible] for p in (oracle.project(g, V, K, width, height, 1, antialiased=True) for V, K in zip(viewmats, Ks))])
+    assert len(factors) > 40 and np.median(factors) < 0.6, f"{len(factors)} splats, median factor {np.median(factors):.2f}"
+    v = upstream(g, viewmats, Ks, width, height, 1, 36, antialiased=True)
+    got = Context().backward(g, view_of(viewmats, Ks, width, height, 1, antialiased=True), *v)
+    assert_gradients(got, reference(g, viewmats, Ks, width, height, 1, v, antialiased=True))
 
 
 @pytest.mark.parametrize("only", [0, 1, 2])

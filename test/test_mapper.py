@@ -10,7 +10,7 @@ import pytest
 from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.checkpoint_file import CheckpointError
 from spirula_gpu.config import Config, GateConfig, replaced, rows
-from spirula_gpu.keyframes import Gate
+from spirula_gpu.keyframes import Gate, Keyframe
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.mesh import MeshError
 from spirula_gpu.native import NativeError
@@ -110,6 +110,53 @@ def test_the_inbox_drops_the_oldest_and_counts_it():
     assert mapper.ledger.counts() == (5, 0, {"inbox_full": 3}) and mapper.status().inbox_frames == 2
     mapper.run_due()
     assert [k.frame.stamp_ns for k in mapper._keyframes] == [frame(3).stamp_ns, frame(4).stamp_ns]
+
+
+def test_what_a_step_at_half_size_compares():
+    rng = np.random.default_rng(0)
+    camera, mask = Camera(41, 30, 36.0, 36.0, 20.0, 15.0), (rng.random((30, 41)) < 0.5).astype(np.uint8)
+    f = frame(0, camera=camera, rgb=rng.integers(0, 256, (30, 41, 3), np.uint8), depth_m=rng.random((30, 41), np.float32), mask=mask)
+    for drawn, blur in ((True, 0.3), (False, 0.075)):
+        engine = Mapper(replaced(SMALL, {"engine.antialiased": drawn}))._engine
+        view, rgb, depth_m, mask = Keyframe(0, f, 0.3).compared(engine, 1, half=True)
+        assert (view.width, view.height, view.sh_degree) == (21, 15, 1) and view.blur_px2 == pytest.approx(blur)
+        assert rgb.shape == (15, 21, 3) and depth_m.shape == mask.shape == (15, 21) and set(np.unique(mask)) <= {0, 1}
+        assert np.isin(depth_m, f.depth_m).all() and abs(rgb.mean() - f.rgb.mean()) < 1 and rgb.std() < 0.6 * f.rgb.std()
+    view, rgb, depth_m, _ = Keyframe(0, f, 0.3).compared(engine, 1)
+    assert (view.width, view.height) == (41, 30) and rgb is f.rgb or (rgb == f.rgb).all() and depth_m is f.depth_m
+
+
+def test_a_young_keyframe_is_trained_at_half_size_while_the_mapper_is_behind(monkeypatch):
+    mapper = run(replaced(SMALL, {"train.steps_per_frame": 0}))
+    step, widths = mapper._engine.train_step, []
+    monkeypatch.setattr(mapper._engine, "train_step", lambda view, *a, **k: widths.append(view.width) or step(view, *a, **k))
+    monkeypatch.setattr("spirula_gpu.trainer.YOUNG_STEPS", 1000)
+    seen, before = mapper._trainer._seen, mapper._output.train_psnr(mapper._keyframes)
+    mapper._steps(40, behind=True)
+    assert mapper._trainer._seen == seen == (0, 0), "what memory a step takes is that of full size"
+    assert mapper._output.train_psnr(mapper._keyframes) > before + 3
+    mapper._steps(2)
+    assert widths == 40 * [20] + 2 * [40] and mapper._trainer._seen[0] > 0
+    monkeypatch.setattr("spirula_gpu.trainer.YOUNG_STEPS", 1)   # all are older
+    mapper._steps(3, behind=True)
+    assert widths[42:] == 3 * [40]
+
+
+def test_half_size_only_while_frames_come_faster_than_steps():
+    mapper = run(SMALL)   # 4 steps a frame
+    mapper._last["frame"] = time.monotonic()
+    def half(due, worker=object(), **changes):
+        mapper._due, mapper._thread = due, worker
+        mapper.config = replaced(SMALL, {k.replace("__", "."): v for k, v in changes.items()})
+        try:
+            return mapper._behind()
+        finally:
+            mapper._thread = None
+    assert half(9) and not half(8), "more than two frames' steps"
+    assert not half(900, worker=None), "inline: nothing is behind a clock"
+    assert not half(900, train__half_behind=0) and not half(900, train__steps_per_frame=0)
+    mapper._last["frame"] -= 10
+    assert not half(900), "the stream has ended"
 
 
 def test_at_max_gaussians_the_map_stays_below_and_says_so():

@@ -21,21 +21,21 @@ def inputs(degree=2, n=50, n_cameras=2, seed=0, requires_grad=False):
     return tensors, torch.tensor(Ks)
 
 
-@pytest.mark.parametrize("mode, channels", [("RGB", 3), ("D", 1), ("ED", 1), ("RGB+D", 4), ("RGB+ED", 4)])
-def test_values_and_gradients_of_every_mode(mode, channels):
+@pytest.mark.parametrize("mode, channels, antialiased", [("RGB", 3, False), ("D", 1, False), ("ED", 1, False), ("RGB+D", 4, False), ("RGB+ED", 4, False), ("RGB+D", 4, True)])
+def test_values_and_gradients_of_every_mode(mode, channels, antialiased):
     (*g, viewmats), Ks = inputs(requires_grad=True)
     backgrounds = torch.tensor([[0.1, 0.2, 0.3], [0.9, 0.8, 0.7]], requires_grad=True)
-    render, alphas, meta = rasterize(*g, viewmats, Ks, W, H, sh_degree=2, backgrounds=backgrounds, render_mode=mode)
+    render, alphas, meta = rasterize(*g, viewmats, Ks, W, H, sh_degree=2, backgrounds=backgrounds, render_mode=mode, antialiased=antialiased)
     assert render.shape == (2, H, W, channels) and alphas.shape == (2, H, W, 1) and render.dtype == torch.float32
     assert meta["width"] == W and meta["n_cameras"] == 2
 
     exact = [t.detach().double().requires_grad_() for t in (*g, viewmats, backgrounds)]
-    rgb, alpha, depth = oracle_torch.render(*exact[:6], Ks.double(), W, H, 2)
+    rgb, alpha, depth = oracle_torch.render(*exact[:6], Ks.double(), W, H, 2, antialiased=antialiased)
     alpha, depth = alpha[..., None], depth[..., None]
     rgb = rgb + (1 - alpha) * exact[6][:, None, None]
     depth = depth / alpha.clamp_min(1e-10) if "ED" in mode else depth
     want = dict(RGB=rgb, D=depth, ED=depth).get(mode, torch.cat([rgb, depth], -1))
-    v = upstream(Gaussians(*(t.detach().numpy() for t in g)), viewmats.detach().numpy(), Ks.numpy(), W, H, 2, 1)
+    v = upstream(Gaussians(*(t.detach().numpy() for t in g)), viewmats.detach().numpy(), Ks.numpy(), W, H, 2, 1, antialiased=antialiased)
     use = torch.tensor(v[1] != 0)[..., None] * (alpha.detach() > 0.05)
     np.testing.assert_allclose((render * use).detach(), (want * use).detach(), atol=2e-4, rtol=1e-4)
     np.testing.assert_allclose((alphas * use).detach(), (alpha * use).detach(), atol=3e-5)

@@ -36,8 +36,8 @@ def both(**params):
     return out
 
 
-def scene(n=4000, degree=3, n_cameras=3, seed=0, size=(0.005, 0.3)):
-    return gaussians(n, degree, seed, size=size), view_of(*cameras(n_cameras, W, H, seed), W, H, degree)
+def scene(n=4000, degree=3, n_cameras=3, seed=0, size=(0.005, 0.3), antialiased=False):
+    return gaussians(n, degree, seed, size=size), view_of(*cameras(n_cameras, W, H, seed), W, H, degree, antialiased=antialiased)
 
 
 def differing(a, b, tolerance):
@@ -45,9 +45,10 @@ def differing(a, b, tolerance):
     return (np.abs(a - b) > tolerance * np.maximum(1, np.abs(a))).mean()
 
 
+@pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize("degree, n_cameras, size", [(0, 1, (0.005, 0.3)), (1, 5, (0.005, 0.3)), (2, 2, (0.001, 0.01)), (3, 3, (0.3, 3.0))])
-def test_projection(degree, n_cameras, size):
-    g, view = scene(degree=degree, n_cameras=n_cameras, size=size)
+def test_projection(degree, n_cameras, size, antialiased):
+    g, view = scene(degree=degree, n_cameras=n_cameras, size=size, antialiased=antialiased)
     cpu, cuda = both(arena_alias=0)
     for c in (cpu, cuda):
         c.forward(g, view)
@@ -76,9 +77,10 @@ def test_tiles(n, size):
     assert len(sets[0]) > 1000 and len(sets[0] ^ sets[1]) <= max(2, 1e-4 * len(sets[0])), "only borderline tiles differ"
 
 
+@pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize("degree, size", [(3, (0.005, 0.3)), (1, (0.3, 1.5)), (0, (0.001, 0.02))])
-def test_images_and_gradients(degree, size):
-    g, view = scene(degree=degree, size=size)
+def test_images_and_gradients(degree, size, antialiased):
+    g, view = scene(degree=degree, size=size, antialiased=antialiased)
     view.background[:] = 0.1, 0.5, 0.9
     rng = np.random.default_rng(1)
     cpu, cuda = both()
@@ -127,11 +129,11 @@ def test_insertion(precision):
     np.testing.assert_allclose(*(np.quantile(x, [0.1, 0.5, 0.9]) for x in scales), atol=5e-3)
 
 
-@pytest.mark.parametrize("precision", [0, 1])
-def test_training_reaches_the_same_quality(precision):
+@pytest.mark.parametrize("precision, antialiased", [(0, False), (1, False), (0, True)])
+def test_training_reaches_the_same_quality(precision, antialiased):
     """200 steps from a disturbed copy of a scene."""
     truth, (viewmats, Ks) = gaussians(1500, 1, 5, size=(0.03, 0.3)), cameras(4, 160, 120, 5)
-    rng, whole = np.random.default_rng(0), view_of(viewmats, Ks, 160, 120, 1)
+    rng, whole = np.random.default_rng(0), view_of(viewmats, Ks, 160, 120, 1, antialiased=antialiased)
     image = (both(sh_degree=1)[0].forward(truth, whole)[0] * 255 + rng.normal(0, 12, (4, 120, 160, 3))).clip(0, 255).astype(np.uint8)  # noise ends it near 26 dB
     start = truth._replace(means=truth.means + rng.normal(0, 0.03, truth.means.shape), sh=truth.sh + rng.normal(0, 0.3, truth.sh.shape))
     reached = []
@@ -139,7 +141,7 @@ def test_training_reaches_the_same_quality(precision):
         c.append(start)
         for i in range(200):
             k = i % 4
-            c.train_step(view_of(viewmats[k:k + 1], Ks[k:k + 1], 160, 120, 1), target_of(image[k:k + 1]), hyper_of(lr_mean=1e-3, lr_sh0=1e-2))
+            c.train_step(view_of(viewmats[k:k + 1], Ks[k:k + 1], 160, 120, 1, antialiased=antialiased), target_of(image[k:k + 1]), hyper_of(lr_mean=1e-3, lr_sh0=1e-2))
         reached.append(np.mean([psnr(np.clip(a, 0, 1), b / 255.0) for a, b in zip(c.render(whole)[0].astype(float), image)]))
     assert reached[0] > 25 and abs(reached[0] - reached[1]) < 0.1, reached
 
@@ -186,10 +188,10 @@ def test_compact_codes_are_equal():
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("degree, n_cameras, debug", [(0, 1, 0), (1, 3, 1), (2, 1, 1), (3, 1, 0), (3, 1, 1), (3, 5, 0)])
-def test_a_compact_step(degree, n_cameras, debug):
+@pytest.mark.parametrize("degree, n_cameras, debug, antialiased", [(0, 1, 0, False), (1, 3, 1, False), (2, 1, 1, False), (3, 1, 0, False), (3, 1, 1, False), (3, 5, 0, False), (2, 3, 0, True)])
+def test_a_compact_step(degree, n_cameras, debug, antialiased):
     """From the same state: moments and parameters to a code, since gradients differ in their last bits."""
-    g, view = scene(degree=degree, n_cameras=n_cameras)
+    g, view = scene(degree=degree, n_cameras=n_cameras, antialiased=antialiased)
     target = target_of(np.random.default_rng(0).integers(0, 256, (n_cameras, H, W, 3)))
     cpu, cuda = both(sh_degree=degree, precision=1, arena_debug=debug)
     for c in (cpu, cuda):

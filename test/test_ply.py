@@ -21,7 +21,7 @@ def splats(n=7, degree=2, seed=0):
 def test_round_trip(tmp_path, n, degree):
     a = splats(n, degree)
     write_ply(tmp_path / "map.ply", a)
-    for x, y in zip(a, read_ply(tmp_path / "map.ply")):
+    for x, y in zip(a.arrays, read_ply(tmp_path / "map.ply").arrays):
         np.testing.assert_array_equal(x, y)
         assert y.dtype == np.float32 and y.flags.c_contiguous
 

@@ -23,14 +23,15 @@ def assert_images(got, g, viewmats, Ks, width, height, degree, tolerance=3e-5, *
         assert edge.mean() < 0.3 or width * height == 1
 
 
+@pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize("degree", [0, 1, 2, 3])
 @pytest.mark.parametrize("width, height", SIZES)
-def test_forward_is_the_oracle(degree, width, height):
+def test_forward_is_the_oracle(degree, width, height, antialiased):
     seed = 10 * degree + width
     g, (viewmats, Ks) = gaussians(120, degree, seed), cameras(2, width, height, seed)
     background = (0.2, 0.4, 0.6)
-    got = Context().forward(g, view_of(viewmats, Ks, width, height, degree, background=background))
-    assert_images(got, g, viewmats, Ks, width, height, degree, background=background)
+    got = Context().forward(g, view_of(viewmats, Ks, width, height, degree, background=background, antialiased=antialiased))
+    assert_images(got, g, viewmats, Ks, width, height, degree, background=background, antialiased=antialiased)
 
 
 def test_many_cameras_rgb_colours_and_blur():
@@ -39,6 +40,18 @@ def test_many_cameras_rgb_colours_and_blur():
     g = g._replace(sh=np.random.default_rng(0).uniform(-0.2, 1.5, (90, 3)).astype(np.float32))
     got = Context().forward(g, view_of(viewmats, Ks, width, height, 0, blur=0.1, near=2.0))
     assert_images(got, g, viewmats, Ks, width, height, 0, blur=0.1, near=2.0)
+
+
+def test_the_mip_filter_keeps_the_light_of_a_far_splat():
+    """Sum of alpha over the image of a sphere ever farther away, times its distance squared: constant with the filter; without it the blur adds light."""
+    K = np.array([[[60, 0, 10.5], [0, 60, 10.5], [0, 0, 1]]])
+    def light(z, antialiased):
+        g = oracle.Gaussians(np.array([[0, 0, z]]), np.array([[1.0, 0, 0, 0]]), np.full((1, 3), 0.05), np.array([0.9]), np.array([[1.0, 1, 1]]))
+        return Context().forward(g, view_of(np.eye(4)[None], K, 21, 21, 0, antialiased=antialiased))[1].sum() * z**2
+    exact = 0.9 * 2 * np.pi * (60 * 0.05)**2
+    for z in (2.0, 4.0, 8.0):  # sigma 1.5, 0.75, 0.375 px
+        assert light(z, True) == pytest.approx(exact, rel=0.05)
+    assert light(8.0, False) > 2 * exact
 
 
 def test_a_lower_degree_is_evaluated_than_is_stored():
@@ -109,7 +122,7 @@ def test_nothing_visible_is_background(n):
 
 @pytest.mark.parametrize("change, message", [
     (dict(width=0), "image 0x"), (dict(width=40000), "32767"), (dict(n_cameras=0), "n_cameras 0"), (dict(sh_degree=3), "sh_degree 3"),
-    (dict(blur_px2=-1.0), "blur_px2"), (dict(near_m=0.0), "near_m"), (dict(struct_size=8), "struct_size")])
+    (dict(blur_px2=-1.0), "blur_px2"), (dict(antialiased=2), "antialiased 2"), (dict(near_m=0.0), "near_m"), (dict(struct_size=8), "struct_size")])
 def test_a_wrong_view_is_refused(change, message):
     viewmats, Ks = cameras(1, 16, 16)
     view = view_of(viewmats, Ks, 16, 16, 1)

@@ -301,13 +301,14 @@ inline View make_view(const spl_view* given, int stored_sh_degree) {
     fail(SPL_E_ARGUMENT, "view.sh_degree %d: must be 0..%d, what is stored", v.sh_degree, stored_sh_degree);
   if (!v.viewmats || !v.Ks) fail(SPL_E_ARGUMENT, "viewmats and Ks must be given");
   if (!(v.blur_px2 >= 0) || !(v.near_m > 0)) fail(SPL_E_ARGUMENT, "blur_px2 %g must be >= 0 and near_m %g > 0", v.blur_px2, v.near_m);
+  if (v.antialiased != 0 && v.antialiased != 1) fail(SPL_E_ARGUMENT, "antialiased %d: must be 0 or 1", v.antialiased);
   out.sh_degree = v.sh_degree;
   memcpy(out.background, v.background, sizeof out.background);
   for (int i = 0; i < v.n_cameras; ++i) {
     for (int k = 0; k < 16; ++k) if (!finite(v.viewmats[16 * i + k])) fail(SPL_E_ARGUMENT, "viewmats[%d] is not finite", i);
     for (int k = 0; k < 9; ++k) if (!finite(v.Ks[9 * i + k])) fail(SPL_E_ARGUMENT, "Ks[%d] is not finite", i);
     if (!(v.Ks[9 * i] > 0 && v.Ks[9 * i + 4] > 0)) fail(SPL_E_ARGUMENT, "Ks[%d]: focal lengths %g, %g must be > 0", i, v.Ks[9 * i], v.Ks[9 * i + 4]);
-    out.cameras.push_back(make_camera(v.viewmats + 16 * i, v.Ks + 9 * i, v.width, v.height, v.blur_px2, v.near_m));
+    out.cameras.push_back(make_camera(v.viewmats + 16 * i, v.Ks + 9 * i, v.width, v.height, v.blur_px2, v.near_m, v.antialiased == 1));
   }
   return out;
 }

@@ -22,6 +22,7 @@ SPL_FN Vec3 operator+(Vec3 a, Vec3 b) { return {a.x + b.x, a.y + b.y, a.z + b.z}
 SPL_FN Vec3 operator-(Vec3 a, Vec3 b) { return {a.x - b.x, a.y - b.y, a.z - b.z}; }
 SPL_FN Vec3 operator*(Vec3 a, float s) { return {a.x * s, a.y * s, a.z * s}; }
 SPL_FN float dot(Vec3 a, Vec3 b) { return a.x * b.x + a.y * b.y + a.z * b.z; }
+SPL_FN Vec3 cross(Vec3 a, Vec3 b) { return {a.y * b.z - a.z * b.y, a.z * b.x - a.x * b.z, a.x * b.y - a.y * b.x}; }
 SPL_FN Vec3 mul(const Mat3& A, Vec3 v) {
   return {A.m[0] * v.x + A.m[1] * v.y + A.m[2] * v.z, A.m[3] * v.x + A.m[4] * v.y + A.m[5] * v.z, A.m[6] * v.x + A.m[7] * v.y + A.m[8] * v.z};
 }
@@ -59,10 +60,11 @@ struct Camera {
   Vec3 center; // of the camera, world
   float fx, fy, cx, cy, width, height;
   float blur, near_m;
+  bool antialiased;
   Clamp clamp;
   float reach_x, reach_y, slack;  // pixels per (radius / z) and beside it, for surely_outside
 };
-inline Camera make_camera(const float* viewmat, const float* K, int width, int height, float blur, float near_m) {
+inline Camera make_camera(const float* viewmat, const float* K, int width, int height, float blur, float near_m, bool antialiased) {
   Camera c;
   for (int i = 0; i < 3; ++i)
     for (int j = 0; j < 3; ++j) c.R.m[3 * i + j] = viewmat[4 * i + j];
@@ -70,7 +72,7 @@ inline Camera make_camera(const float* viewmat, const float* K, int width, int h
   c.center = mul_t(c.R, c.t) * -1.0f;
   c.fx = K[0]; c.fy = K[4]; c.cx = K[2]; c.cy = K[5];
   c.width = (float)width; c.height = (float)height;
-  c.blur = blur; c.near_m = near_m;
+  c.blur = blur; c.near_m = near_m; c.antialiased = antialiased;
   const float mx = 0.15f * c.width / c.fx, my = 0.15f * c.height / c.fy;
   c.clamp = {-c.cx / c.fx - mx, (c.width - c.cx) / c.fx + mx, -c.cy / c.fy - my, (c.height - c.cy) / c.fy + my};
   // the box is made with the clamped Jacobian; its norm is at most f/z * sqrt(1 + tan^2)
@@ -142,6 +144,10 @@ SPL_FN void project_covariance(const Gaussian& g, const Camera& cam, Projection&
   o.cyy = o.A[3] * o.A[3] + o.A[4] * o.A[4] + o.A[5] * o.A[5] + cam.blur;
 }
 
+// The 2D mip filter (Yu et al. 2024, Mip-Splatting, eq. 9): what the blur spreads over more pixels is made fainter, by the factor sqrt(det(cov) / det(cov + blur I)).
+// det(cov) of cov = A A^T is the square of the cross product of its rows: never negative, and exact for a splat that is a line.
+SPL_FN float sharp_det(Vec3 row0, Vec3 row1) { const Vec3 n = cross(row0, row1); return dot(n, n); }
+
 // Twice the exponent at which alpha falls to 1/255: points with d^T conic d above it are not drawn.
 SPL_FN float cutoff(float opacity) { return 2.0f * logf(opacity * (1.0f / SPL_ALPHA_MIN)); }
 
@@ -161,7 +167,11 @@ SPL_FN bool project(const Gaussian& g, const Camera& cam, Screen& s, Box& box) {
   const float id = 1.0f / det;
   s.a = o.cyy * id; s.b = -o.cxy * id; s.c = o.cxx * id;
   s.opacity = g.opacity; s.depth = o.p.z;
-  const float q = cutoff(least(g.opacity, 1.0f)), ex = sqrtf(q * o.cxx), ey = sqrtf(q * o.cyy);
+  if (cam.antialiased) {
+    s.opacity *= sqrtf(sharp_det({o.A[0], o.A[1], o.A[2]}, {o.A[3], o.A[4], o.A[5]}) * id);
+    if (!(s.opacity >= SPL_ALPHA_MIN)) return false;
+  }
+  const float q = cutoff(least(s.opacity, 1.0f)), ex = sqrtf(q * o.cxx), ey = sqrtf(q * o.cyy);
   box = {s.x - ex, s.y - ey, s.x + ex, s.y + ey};
   if (!(finite(box.x0) && finite(box.x1) && finite(box.y0) && finite(box.y1) && finite(s.a) && finite(s.b) && finite(s.c))) return false;
   return least(box.x1, cam.width) > most(box.x0, 0.0f) && least(box.y1, cam.height) > most(box.y0, 0.0f);
@@ -190,7 +200,13 @@ SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, Ga
   // conic = cov^-1: dL/dcov = -X V X with V = [[va, vb/2], [vb/2, vc]]
   const float va = v[2], vb = 0.5f * v[3], vc = v[4];
   const float t00 = a * va + b * vb, t01 = a * vb + b * vc, t10 = b * va + c * vb, t11 = b * vb + c * vc;
-  const float gxx = -(t00 * a + t01 * b), gxy = -(t00 * b + t01 * c), gyy = -(t10 * b + t11 * c);
+  float gxx = -(t00 * a + t01 * b), gxy = -(t00 * b + t01 * c), gyy = -(t10 * b + t11 * c), v_opacity = v[5];
+  if (cam.antialiased) {  // d factor / d cov = factor / 2 * (cov^-1 - (cov + blur I)^-1)
+    const Vec3 row0 = {o.A[0], o.A[1], o.A[2]}, row1 = {o.A[3], o.A[4], o.A[5]};
+    const float det = sharp_det(row0, row1), factor = sqrtf(det * id), h = 0.5f * g.opacity * v[5] * factor, k = h / det;  // det > 0: what is drawn has alpha
+    gxx += k * dot(row1, row1) - h * a; gxy -= k * dot(row0, row1) + h * b; gyy += k * dot(row0, row0) - h * c;
+    v_opacity *= factor;
+  }
   float vA[6];  // cov = A A^T
   for (int k = 0; k < 3; ++k) {
     vA[k] = 2 * (gxx * o.A[k] + gxy * o.A[3 + k]);
@@ -221,7 +237,7 @@ SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, Ga
   const Quat vq = rotation_bwd(g.quat, vR);
   out.quat = {out.quat.w + vq.w, out.quat.x + vq.x, out.quat.y + vq.y, out.quat.z + vq.z};
   out.scale = out.scale + Vec3{vs[0], vs[1], vs[2]};
-  out.opacity += v[5];
+  out.opacity += v_opacity;
   if (!v_cam) return;
   const float pm[3] = {g.mean.x, g.mean.y, g.mean.z}, vpa[3] = {vp.x, vp.y, vp.z};
   for (int i = 0; i < 3; ++i)

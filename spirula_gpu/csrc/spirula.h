@@ -147,7 +147,7 @@ typedef struct {
   float blur_px2;          /* added to the screen covariance, px^2 (0.3) */
   float near_m;            /* Gaussians nearer than this are not drawn */
   float background[3];
-  int32_t reserved;
+  int32_t antialiased;     /* 1: the 2D mip filter: opacities times sqrt(det(cov) / det(cov + blur_px2 I)), so that small splats get fainter and not larger */
   const float* viewmats;   /* [C,4,4] T_cam_world, host */
   const float* Ks;         /* [C,3,3] host */
 } spl_view;
