@@ -70,7 +70,7 @@ def techniques(scene) -> dict:
         "tile keys of 2 bytes, pairs sorted by depth before: 2 x (2 + 4) bytes an intersection": ("64-bit keys, 2 x (8 + 4)", mib(12 * isects), mib(24 * isects)),
         "fused optimiser: no gradients in memory": ("59 floats a Gaussian", 0.0, mib(236 * n)),
         "one second moment a degree of SH, first moments of degree 0": ("two moments a coefficient", mib(n * 4 * (4 + 3)), mib(n * 4 * 2 * K)),
-        "compact codes: 184 bytes a Gaussian": ("float32 of the same, 368", mib(184 * n), mib(368 * n)),
+        "compact codes: 142 bytes a Gaussian": ("float32 of the same, 368", mib(142 * n), mib(368 * n)),
     }
     return dict(gaussians=n, cameras=cameras, width=width, height=height, pairs=pairs, isects=isects, held=held,
                 instead={name: dict(instead_of=other, mib=now, instead_mib=then) for name, (other, now, then) in instead.items()})
@@ -105,7 +105,7 @@ def budget(scene, budget_bytes: int = 8 * GIB) -> dict:
                             driver_mib=mib(free - torch.cuda.mem_get_info()[0]))
         except native.NativeError as error:
             print(f"  {n:,}: {error}", flush=True)
-            n -= 500_000
+            n = int(0.96 * n)
 
 
 # ---- a dataset ---------------------------------------------------------------------------------------------------------
@@ -170,13 +170,13 @@ def train_dataset(precision: str, start, views, images, steps: int) -> dict:
             stats = engine.train_step(views[i], targets[i], hyper)
             times.append((time.perf_counter() - begin) * 1e3)
             hits.append(stats.n_isects)
+        report = engine.vram()
+        psnrs = [psnr(engine.render(views[i])[0][0].clip(0, 1).astype(np.float64), images[i] / 255.0) for i in range(0, len(views), 8)]
         begin = time.perf_counter()
         for step in range(100):  # as a trainer runs them: the end of a step is not waited for
             i = training[step * 37 % len(training)]
-            engine.train_step(views[i], targets[i], native.Hyper(), wait=step == 99)
+            engine.train_step(views[i], targets[i], hyper, wait=step == 99)
         deferred = (time.perf_counter() - begin) * 10
-        report = engine.vram()
-        psnrs = [psnr(engine.render(views[i])[0][0].clip(0, 1).astype(np.float64), images[i] / 255.0) for i in range(0, len(views), 8)]
         late = sorted(times[steps // 2:])
         return dict(steps=steps, median_ms=round(late[len(late) // 2], 2), p90_ms=round(late[len(late) * 9 // 10], 2), deferred_ms=round(deferred, 2), engine_mib=mib(report.total),
                     driver_mib=mib(free - torch.cuda.mem_get_info()[0]), psnr=round(float(np.mean(psnrs)), 3), isects_first=hits[0], isects_last=int(np.mean(hits[-20:])))
@@ -200,7 +200,7 @@ def drift(scene, n: int = 100_000, steps: int = 10_000) -> dict:
             engine.append(means, twice(s["quats"]), twice(s["log_scales"]), twice(s["logit_opac"]), twice(torch.cat([s["sh0"], s["shN"]], 1)))
             block = engine.constant("SPL_OPT_BLOCK")
             first = -(-n // block) * block
-            unseen = lambda: {name: engine.read(name, first, 2 * n - first).tobytes() for name in engine.saved_rows() if name != "map.exponents"}
+            unseen = lambda: {name: engine.read(name, first, 2 * n - first).tobytes() for name in engine.saved_rows() if name not in ("map.exponents", "map.sh_rest")}  # codes: read as map.*
             seen = engine.read("map.mean", 0, n)
             before, stats = unseen(), None
             for step in range(steps):
@@ -243,7 +243,7 @@ def crowded(_) -> dict:
             T[0, 3] = 0.5 * i
             free = leave({20: 256 * MIB, 30: 64 * MIB, 40: 0, 50: -1}[i]) if i in (20, 30, 40, 50) else None
             mapper.ledger.arrived()
-            mapper.submit(Frame(i * 100_000_000 + 1, T, camera, np.roll(texture, 37 * i, 1), rng.uniform(1, 3, (480, 640)).astype(np.float32)))
+            mapper.submit(Frame(i * 100_000_000 + 1, camera, T, np.roll(texture, 37 * i, 1), rng.uniform(1, 3, (480, 640)).astype(np.float32)))
             mapper.run_due()
             status = mapper.status()
             if free is not None or i % 10 == 9:
@@ -270,7 +270,7 @@ def checkpoint(scene, n: int = 10_000_000) -> dict:
             path = str(Path(folder) / "map.ckpt")
             mapper = Mapper(config)
             mapper.ledger.arrived()
-            mapper.submit(Frame(1, np.eye(4), camera, np.full((48, 64, 3), 128, np.uint8), np.full((48, 64), 2, np.float32)))
+            mapper.submit(Frame(1, camera, np.eye(4), np.full((48, 64, 3), 128, np.uint8), np.full((48, 64), 2, np.float32)))
             mapper.run_due()
             mapper._engine.append(*arrays)
             begin = time.perf_counter()

@@ -4,7 +4,7 @@ import pytest
 
 import oracle
 import scenes
-from conftest import BACKENDS
+from conftest import BACKENDS, importorskip
 from spirula_gpu import correct
 from spirula_gpu.camera import Camera
 from spirula_gpu.correct import PathError, Scale, Track, between, interpolated, move_gaussians, motions, sh_rotations
@@ -374,6 +374,7 @@ def test_a_corrected_map_resumes_bit_for_bit_and_can_be_corrected_again(precisio
 
 
 def test_the_live_mesh_is_fused_again():
+    importorskip("open3d", "pip install open3d-cpu")
     mapper = mapped(mesh__voxel_m=0.1, mesh__chunk_m=0.5)
     for _ in range(3):
         mapper._output.update_mesh(mapper._keyframes)

@@ -223,7 +223,7 @@ def test_the_report_is_what_the_driver_says():
     step(warm)
     before = free()
     c = both(max_gaussians=1_000_000)[1]
-    c.append(gaussians(300_000, 3, size=(0.01, 0.03)))
+    c.append(gaussians(500_000, 3, size=(0.01, 0.03)))
     step(c)
     taken, reported = before - free(), sum(r.capacity_bytes for r in c.report().values())
     assert reported > 200e6 and abs(taken - reported) < 0.02 * reported, f"driver {taken / 1e6:.1f} MB, report {reported / 1e6:.1f} MB"
