@@ -219,7 +219,12 @@ for line in sys.stdin:
     leave = float(line)
     held.clear(); torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    if leave >= 0 and free > leave: held.append(torch.empty(int(free - leave), dtype=torch.uint8, device="cuda"))
+    piece = 1 << 30
+    while leave >= 0 and piece >= 1 << 21:  # the allocator cannot have the very last bytes
+        take = int(min(piece, torch.cuda.mem_get_info()[0] - leave))
+        try: held.append(torch.empty(take, dtype=torch.uint8, device="cuda")) if take >= 1 << 21 else None
+        except torch.OutOfMemoryError: take = 0
+        if take < piece: piece //= 4
     print(torch.cuda.mem_get_info()[0], flush=True)
 """
 

@@ -19,6 +19,7 @@
   X(SPL_MAX_PHOTOS, 16)   /* views of one plane sweep */                                                             \
   X(SPL_MAX_PLANES, 1024)                                                                                             \
   X(SPL_GROW_GAUSSIANS, 16384) /* the map's memory grows in multiples of this */                                     \
+  X(SPL_CAMERA_BYTES, 124) /* a Camera of math.h on the device */                                                     \
   X(SPL_CANARY_BYTES, 256)
 
 enum : int64_t {
@@ -94,7 +95,7 @@ enum Phase { SPL_PROJECT, SPL_ORDER, SPL_BIN, SPL_RASTER, SPL_LOSS, SPL_RASTER_B
 // pairs sorted by depth, then their intersections by tile (the same order in half the bytes), and a row of gradients per pair.
 #ifdef SPL_CUDA
 #define SPL_BACKEND_ROWS(X)                                                                                                 \
-  X(R_CAMERAS,       "view.cameras",        SPL_OTHER,       120,      SPL_CAMERAS,   SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
+  X(R_CAMERAS,       "view.cameras",        SPL_OTHER,       SPL_CAMERA_BYTES,      SPL_CAMERAS,   SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_V_CAMERAS,     "view.v_cameras",      SPL_OTHER,       48,       SPL_CAMERAS,   SPL_PROJECT_BWD, SPL_PROJECT_BWD,  0) \
   X(R_SCRATCH,       "view.scratch",        SPL_OTHER,       8,        SPL_BINS,      SPL_PROJECT,     SPL_PROJECT_BWD,  0) \
   X(R_CALLER,        "caller.gaussians",    SPL_SPLAT,       4,        SPL_CALLER,    SPL_PROJECT,     SPL_PROJECT_BWD,  0) \

@@ -189,8 +189,9 @@ SPL_FN void center_bwd(const Camera& cam, Vec3 v_mean, CameraGrad& out) {
   out.t = out.t + v;
 }
 
-// v: gradients of the screen row in its order (x y a b c opacity depth ...). Adds to `out` and, if given, to `v_cam`.
-SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, GaussianGrad& out, CameraGrad* v_cam) {
+// v: gradients of the screen row in its order (x y a b c opacity depth ...). Adds to `out` and, if given, to `v_cam`. MIP: that of the camera,
+// known when it is compiled: the filter's derivative takes registers that a kernel without it needs for other things.
+template <bool MIP> SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, GaussianGrad& out, CameraGrad* v_cam) {
   Projection o;
   project_center(g.mean, cam, o.p);
   project_covariance(g, cam, o);
@@ -201,7 +202,7 @@ SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, Ga
   const float va = v[2], vb = 0.5f * v[3], vc = v[4];
   const float t00 = a * va + b * vb, t01 = a * vb + b * vc, t10 = b * va + c * vb, t11 = b * vb + c * vc;
   float gxx = -(t00 * a + t01 * b), gxy = -(t00 * b + t01 * c), gyy = -(t10 * b + t11 * c), v_opacity = v[5];
-  if (cam.antialiased) {  // d factor / d cov = factor / 2 * (cov^-1 - (cov + blur I)^-1)
+  if constexpr (MIP) {  // d factor / d cov = factor / 2 * (cov^-1 - (cov + blur I)^-1)
     const Vec3 row0 = {o.A[0], o.A[1], o.A[2]}, row1 = {o.A[3], o.A[4], o.A[5]};
     const float det = sharp_det(row0, row1), factor = sqrtf(det * id), h = 0.5f * g.opacity * v[5] * factor, k = h / det;  // det > 0: what is drawn has alpha
     gxx += k * dot(row1, row1) - h * a; gxy -= k * dot(row0, row1) + h * b; gyy += k * dot(row0, row0) - h * c;
@@ -247,6 +248,9 @@ SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, Ga
       v_cam->R.m[3 * i + j] += r;
     }
   v_cam->t = v_cam->t + vp;
+}
+SPL_FN void project_bwd(const Gaussian& g, const Camera& cam, const float* v, GaussianGrad& out, CameraGrad* v_cam) {
+  if (cam.antialiased) project_bwd<true>(g, cam, v, out, v_cam); else project_bwd<false>(g, cam, v, out, v_cam);
 }
 
 // ---- AABB16: four 16-bit edges, uniform steps of [0, extent]; the decoded box contains the float box -----------------

@@ -133,7 +133,7 @@ template <int D, bool MULTI> __device__ __forceinline__ Vec3 color_bwd(const Exp
 }
 
 // The pairs [p, end) of one Gaussian.
-template <int D, bool MULTI> __device__ __forceinline__ void gather(const CompactWork& w, const Cameras& cameras, const Gaussian& g, int64_t p, int64_t end, const Exponents& e,
+template <int D, bool MULTI, bool MIP> __device__ __forceinline__ void gather(const CompactWork& w, const Cameras& cameras, const Gaussian& g, int64_t p, int64_t end, const Exponents& e,
                                                                     const Colors<D>& colors, Total& t, Look& look, float (*v_sh)[MULTI ? THREADS : 1]) {
   do {
     const uint16_t bits = w.camera[p];
@@ -146,7 +146,7 @@ template <int D, bool MULTI> __device__ __forceinline__ void gather(const Compac
     look.v = lit(bits, v.f + 7);
     const Vec3 vm = color_bwd<D, MULTI>(e, colors, g.mean, cam.center, look, v_sh);
     t.g.mean = t.g.mean + vm;
-    project_bwd(g, cam, v.f, t.g, nullptr);
+    project_bwd<MIP>(g, cam, v.f, t.g, nullptr);
   } while (MULTI && ++p < end);
 }
 
@@ -294,7 +294,7 @@ __device__ __forceinline__ Gaussian load_lane(const CompactWork& w, const Lane& 
 }
 
 // The gradients of one Gaussian from all its pairs, and its statistics. Leaves the gradients in `raw`.
-template <int D, bool MULTI, class S> __device__ __forceinline__ void begin_lane(const CompactWork& w, const Cameras& cameras, S& s, const Exponents& e, Lane& me, Colors<D>& colors, Look& look, float* raw, Vec3& noise, float& lr_mean) {
+template <int D, bool MULTI, bool MIP, class S> __device__ __forceinline__ void begin_lane(const CompactWork& w, const Cameras& cameras, S& s, const Exponents& e, Lane& me, Colors<D>& colors, Look& look, float* raw, Vec3& noise, float& lr_mean) {
   constexpr int FLOATS = 3 * (D + 1) * (D + 1);
   const Pairs pairs = find_pairs<MULTI>(w, me.i, cameras.n);
   const Gaussian g = load_lane(w, me, e);  // on its way together with the mask
@@ -306,7 +306,7 @@ template <int D, bool MULTI, class S> __device__ __forceinline__ void begin_lane
 #pragma unroll
     for (int k = 0; k < FLOATS; ++k) s.v_sh[k][threadIdx.x] = 0;
   Total t = no_pairs();
-  gather<D, MULTI>(w, cameras, g, pairs.begin, pairs.end, e, colors, t, look, s.v_sh);
+  gather<D, MULTI, MIP>(w, cameras, g, pairs.begin, pairs.end, e, colors, t, look, s.v_sh);
   float squares = dot(look.v, look.v);
   if constexpr (MULTI)
 #pragma unroll
@@ -334,7 +334,7 @@ __device__ __forceinline__ void update_geometry(const CompactWork& w, const Lane
   update_row<1>(me, w.opacity, opacity, 10, raw, w.o.h.lr_logit_opacity * inverse_step_of(e[SPL_G_OPACITY]), x.opacity);
 }
 
-template <int D, bool MULTI> __global__ void __launch_bounds__(THREADS, 2) compact_bwd_kernel(const __grid_constant__ CompactWork w, const __grid_constant__ Cameras cameras) {
+template <int D, bool MULTI, bool MIP> __global__ void __launch_bounds__(THREADS, 2) compact_bwd_kernel(const __grid_constant__ CompactWork w, const __grid_constant__ Cameras cameras) {
   extern __shared__ __align__(16) float memory[];
   CompactShared<D, MULTI>& s = *(CompactShared<D, MULTI>*)memory;
   const int64_t masks = (int64_t)(THREADS / SPL_MASK_BLOCK) * cameras.n, first = blockIdx.x * masks;
@@ -348,7 +348,7 @@ template <int D, bool MULTI> __global__ void __launch_bounds__(THREADS, 2) compa
   Look look{};
   float raw[FIRST_SH_ELEMENT], lr_mean;
   Vec3 noise = {0, 0, 0};
-  if (me.exists) begin_lane<D, MULTI>(w, cameras, s, e, me, colors, look, raw, noise, lr_mean);
+  if (me.exists) begin_lane<D, MULTI, MIP>(w, cameras, s, e, me, colors, look, raw, noise, lr_mean);
   Units x;
   load_units<4>(quat, me.exists, x.quat);
   load_units<3>(log_scale, me.exists, x.log_scale);
@@ -372,19 +372,19 @@ template <int D, bool MULTI> __global__ void __launch_bounds__(THREADS, 2) compa
   settle<3, SPL_G_SH>(w, s, me, FIRST_SH_ELEMENT, e[SPL_G_SH], sh0, x.sh0);
 }
 
-template <int D, bool MULTI> static void launch(spl_ctx& c, const CompactWork& w) {
-  auto* kernel = compact_bwd_kernel<D, MULTI>;
+template <int D, bool MULTI, bool MIP> static void launch(spl_ctx& c, const CompactWork& w) {
+  auto* kernel = compact_bwd_kernel<D, MULTI, MIP>;
   const int bytes = sizeof(CompactShared<D, MULTI>);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "taking shared memory");
   kernel<<<blocks_for(w.n, THREADS), THREADS, bytes, c.stream>>>(w, c.cameras);
   launched("compact_bwd_kernel");
 }
 
-template <bool MULTI> static void run(spl_ctx& c, const CompactWork& w, int degree) {
-  if (degree == 0) launch<0, MULTI>(c, w);
-  else if (degree == 1) launch<1, MULTI>(c, w);
-  else if (degree == 2) launch<2, MULTI>(c, w);
-  else launch<3, MULTI>(c, w);
+template <bool MULTI, bool MIP> static void run(spl_ctx& c, const CompactWork& w, int degree) {
+  if (degree == 0) launch<0, MULTI, MIP>(c, w);
+  else if (degree == 1) launch<1, MULTI, MIP>(c, w);
+  else if (degree == 2) launch<2, MULTI, MIP>(c, w);
+  else launch<3, MULTI, MIP>(c, w);
 }
 
 void train_compact(spl_ctx& c, const View& v, const spl_hyper& h) {
@@ -405,7 +405,9 @@ void train_compact(spl_ctx& c, const View& v, const spl_hyper& h) {
   w.mask_blocks = c.counts[SPL_BLOCKS] - 1;
   w.words = c.source.codes.words; w.bands = c.params.sh_degree + 1;
   w.o = optimiser_of(c, h, nnz);
-  if (v.n_cameras > 1) run<true>(c, w, v.sh_degree); else run<false>(c, w, v.sh_degree);
+  const bool mip = v.cameras[0].antialiased;
+  if (v.n_cameras > 1) mip ? run<true, true>(c, w, v.sh_degree) : run<true, false>(c, w, v.sh_degree);
+  else mip ? run<false, true>(c, w, v.sh_degree) : run<false, false>(c, w, v.sh_degree);
 }
 
 }  // namespace spl

@@ -106,6 +106,8 @@ compact_kernel(Source s, const __grid_constant__ Cameras cameras, Dims v, bool a
 
 __global__ void store_total_kernel(const int64_t* total, Counters* counters) { counters->nnz = *total; }
 
+static_assert(sizeof(Camera) == SPL_CAMERA_BYTES && sizeof(Counters) <= SPL_CAMERA_BYTES, "view.cameras");
+
 static void upload_view(spl_ctx& c, const View& v) {
   check(cudaMemsetAsync(c.counters(), 0, sizeof(Counters), c.stream), "clearing counters");
   Camera* many = (Camera*)(c.row<uint8_t>(R_CAMERAS) + row_info(R_CAMERAS, 0).item_bytes);

@@ -61,8 +61,8 @@ template <int D, bool MULTI> __device__ __forceinline__ Vec3 color_bwd(const flo
   }
 }
 
-// All pairs of one Gaussian, from `pair` on.
-template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gather(const Work& w, const Cameras& cameras, const Gaussian& g, int64_t pair, const float* x, Total& t, float* v_sh) {
+// All pairs of one Gaussian, from `pair` on. MIP: 0, 1, or -1: as the camera says.
+template <int D, bool CAMERAS, bool MULTI, int MIP> __device__ __forceinline__ void gather(const Work& w, const Cameras& cameras, const Gaussian& g, int64_t pair, const float* x, Total& t, float* v_sh) {
   const uint32_t gi = w.gaussian[pair];
   bool drawn = false;
   for (int64_t p = pair; p < w.nnz && (MULTI || p == pair) && w.gaussian[p] == gi; ++p) {
@@ -77,7 +77,8 @@ template <int D, bool CAMERAS, bool MULTI> __device__ __forceinline__ void gathe
     t.weight += v[10];
     t.error += v[11];
     CameraGrad by_camera{};
-    project_bwd(g, cam, v, t.g, CAMERAS ? &by_camera : nullptr);
+    CameraGrad* v_cam = CAMERAS ? &by_camera : nullptr;
+    if constexpr (MIP < 0) project_bwd(g, cam, v, t.g, v_cam); else project_bwd<MIP == 1>(g, cam, v, t.g, v_cam);
     const Vec3 vm = color_bwd<D, MULTI>(x, g.mean, cam.center, bits, v + 7, v_sh);
     t.g.mean = t.g.mean + vm;
     if constexpr (CAMERAS) {
@@ -214,7 +215,7 @@ template <int FLOATS, bool MULTI> __device__ __forceinline__ void adam_all(const
   adam_sh<FLOATS, 1>(w, s, which);
 }
 
-template <int D, bool ADAM, bool CAMERAS, bool MULTI> __global__ void __launch_bounds__(THREADS, 4) project_bwd_kernel(const __grid_constant__ Work w, const __grid_constant__ Cameras cameras) {
+template <int D, bool ADAM, bool CAMERAS, bool MULTI, int MIP> __global__ void __launch_bounds__(THREADS, 4) project_bwd_kernel(const __grid_constant__ Work w, const __grid_constant__ Cameras cameras) {
   constexpr int FLOATS = D < 0 ? 3 : 3 * (D + 1) * (D + 1);
   extern __shared__ float memory[];
   Shared<FLOATS, MULTI>& s = *(Shared<FLOATS, MULTI>*)memory;
@@ -242,7 +243,7 @@ template <int D, bool ADAM, bool CAMERAS, bool MULTI> __global__ void __launch_b
     Gaussian g;
     make_gaussian(w.s.mean + 3 * (int64_t)gi, w.s.quat + 4 * (int64_t)gi, w.s.scale + 3 * (int64_t)gi, w.s.opacity[gi], w.s.activated, g);  // never codes: compact_bwd.cu
     Total t = no_pairs();
-    gather<D, CAMERAS, MULTI>(w, cameras, g, p, s.sh[me], t, v_sh);
+    gather<D, CAMERAS, MULTI, MIP>(w, cameras, g, p, s.sh[me], t, v_sh);
     float bands[4];
     sane = all_finite(t.g) && finite(sum_bands<D, ADAM>(v_sh, bands));
     if constexpr (ADAM) {
@@ -284,22 +285,22 @@ static Parameters map_rows(spl_ctx& c, int mean, int quat, int scale, int opacit
   return {c.row<float>(mean), c.row<float>(quat), c.row<float>(scale), c.row<float>(opacity), c.row<float>(sh)};
 }
 
-template <int D, bool ADAM, bool CAMERAS> static void launch(spl_ctx& c, const Work& w) {
+template <int D, bool ADAM, bool CAMERAS, int MIP> static void launch(spl_ctx& c, const Work& w) {
   constexpr int FLOATS = D < 0 ? 3 : 3 * (D + 1) * (D + 1);
-  auto* kernel = w.heads ? project_bwd_kernel<D, ADAM, CAMERAS, true> : project_bwd_kernel<D, ADAM, CAMERAS, false>;
+  auto* kernel = w.heads ? project_bwd_kernel<D, ADAM, CAMERAS, true, MIP> : project_bwd_kernel<D, ADAM, CAMERAS, false, MIP>;
   const int bytes = w.heads ? sizeof(Shared<FLOATS, true>) : sizeof(Shared<FLOATS, false>);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "taking shared memory");
   kernel<<<blocks_for(w.nnz, THREADS), THREADS, bytes, c.stream>>>(w, c.cameras);
   launched("project_bwd_kernel");
 }
 
-template <bool ADAM, bool CAMERAS> static void run(spl_ctx& c, const Work& w, int degree) {
+template <bool ADAM, bool CAMERAS, int MIP> static void run(spl_ctx& c, const Work& w, int degree) {
   if (!w.nnz) return;
-  if (w.s.direct_rgb) launch<-1, ADAM, CAMERAS>(c, w);
-  else if (degree == 0) launch<0, ADAM, CAMERAS>(c, w);
-  else if (degree == 1) launch<1, ADAM, CAMERAS>(c, w);
-  else if (degree == 2) launch<2, ADAM, CAMERAS>(c, w);
-  else launch<3, ADAM, CAMERAS>(c, w);
+  if (w.s.direct_rgb) launch<-1, ADAM, CAMERAS, MIP>(c, w);
+  else if (degree == 0) launch<0, ADAM, CAMERAS, MIP>(c, w);
+  else if (degree == 1) launch<1, ADAM, CAMERAS, MIP>(c, w);
+  else if (degree == 2) launch<2, ADAM, CAMERAS, MIP>(c, w);
+  else launch<3, ADAM, CAMERAS, MIP>(c, w);
 }
 
 static void copy_out(spl_ctx& c, const Work& w, const View& v, const spl_gaussian_grads& o) {
@@ -333,12 +334,12 @@ void project_bwd(spl_ctx& c, const Source&, const View& v, const Sink& sink) {
     w.v = map_rows(c, R_V_MEAN, R_V_QUAT, R_V_LOG_SCALE, R_V_OPACITY, R_V_SH);
     w.o = optimiser_of(c, *sink.hyper, w.nnz);
     w.bands = c.params.sh_degree + 1;
-    return run<true, false>(c, w, v.sh_degree);
+    return v.cameras[0].antialiased ? run<true, false, 1>(c, w, v.sh_degree) : run<true, false, 0>(c, w, v.sh_degree);
   }
   w.x = caller_grads(c, w.s);
   check(cudaMemsetAsync(c.row<void>(R_V_CALLER), 0, c.counts[SPL_CALLER] * 4, c.stream), "clearing gradients");
   check(cudaMemsetAsync(w.v_cameras, 0, 48 * v.n_cameras, c.stream), "clearing gradients");
-  if (sink.grads.viewmats) run<false, true>(c, w, v.sh_degree); else run<false, false>(c, w, v.sh_degree);
+  if (sink.grads.viewmats) run<false, true, -1>(c, w, v.sh_degree); else run<false, false, -1>(c, w, v.sh_degree);
   copy_out(c, w, v, sink.grads);
 }
 
