@@ -18,6 +18,7 @@ from .native import Engine
 POSE_PIXELS, EXPOSURE_PIXELS = 320 * 240, 160 * 120   # images are compared at this size at most
 MOST_SHARE = 0.05         # of the time goes into refinement while training, at most, where runs need not repeat
 NEAR_DEPTHS, NEAR_DEG = 0.5, 30.0   # keyframes see about the same: distance over the depth of what is seen, angle
+KEPT = 0.8                # of each estimated gain. Where views share little with the others nothing holds their common gain: it drifts, unless it leaks away
 CENTRE_STEP = 0.02        # by so much the exposure of the map changes at a time
 CENTRE_FAR = math.log(4)  # a gain farther than this from the median does not count
 AGAIN_SHARE = 20          # means over the keyframes are taken again when this part of them has come or changed
@@ -69,7 +70,7 @@ class Refinement:
         rgb, alpha, _ = self._render(camera, keyframe)
         small = keyframe.frame.resized(camera.width, camera.height)
         if (gain := log_gain(small.rgb, rgb, alpha, small.mask)) is not None:
-            keyframe.expose(gain)
+            keyframe.expose(gain if self.given else KEPT * gain)
             self._exposed += 1
 
     def _render(self, camera: Camera, k: Keyframe):
