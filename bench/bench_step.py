@@ -7,10 +7,12 @@ of whole calls, which end with the device idle; medians after a warm-up. `train`
 of a step is not waited for (wait=False), mean of the repeats, the last one waited for. Learning rates are tiny, so that the load
 stays. Targets and rendered images are on the device. --kernels lists the time of every kernel of the step.
 --sorted brings the map into spatial order first (the scenes have none) and times that. --fov-share sets the focal lengths so that this
-share of the Gaussians' centres is in the image. `blocks`: the share of the map's blocks of 256 of which something is visible. 5 % against all:
+share of the Gaussians' centres is in the image, --turn-share turns the cameras away until that is so: splats are as large as before then, and their
+intersections fall as they do. `blocks`: the share of the map's blocks of 256 of which something is visible. 5 % against all:
 
     python bench/bench_step.py --scene ../shared/bench/scene.py --cases 10M --sorted --fov-share 0.05
     python bench/bench_step.py --scene ../shared/bench/scene.py --cases 10M --sorted --fov-share 1 --back 100
+    python bench/bench_step.py --scene ../shared/bench/scene.py --cases 10M --sorted --fov-share 1 --back 100 --turn-share 0.05
 
 Needs torch with CUDA."""
 import argparse
@@ -97,6 +99,27 @@ def narrowed(viewmats, Ks, means: np.ndarray, share: float):
     return out
 
 
+def turned(viewmats, Ks, means: np.ndarray, share: float):
+    """viewmats [C,4,4] with each camera turned to the right about its own y axis until this share of the means [n,3] is in its image."""
+    out = viewmats.clone()
+    for V, K in zip(out, Ks.numpy()):
+        given = V.clone()
+
+        def turn(angle: float) -> float:
+            c, s = np.cos(angle), np.sin(angle)
+            V[:] = torch.tensor([[c, 0, -s, 0], [0, 1, 0, 0], [s, 0, c, 0], [0, 0, 0, 1]], dtype=V.dtype) @ given
+            x, y, z = V[:3, :3].numpy() @ means.T + V[:3, 3:].numpy()
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return float(((z > 0) & (np.abs(x / z) * K[0, 0] < K[0, 2]) & (np.abs(y / z) * K[1, 1] < K[1, 2])).mean())
+
+        low, high = 0.0, np.pi
+        for _ in range(24):
+            middle = (low + high) / 2
+            low, high = (middle, high) if turn(middle) > share else (low, middle)
+        turn(high)
+    return out
+
+
 def sort_ms(engine: native.Engine) -> dict:
     """Wall ms of sorting the map, and of finding that it is sorted."""
     times, moved = [], []
@@ -115,7 +138,7 @@ def blocks_seen(engine: native.Engine, cameras: int) -> float:
     return float(np.pad(mask[:words], (0, -words % size)).reshape(-1, size).any(1).mean())
 
 
-def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool, options: dict, order: bool, share: float, back_m: float) -> dict:
+def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool, options: dict, order: bool, share: float, back_m: float, turn_share: float) -> dict:
     n, cameras, width, height = CASES[name]
     viewmats, Ks = scene.make_cameras(cameras, width, height)
     viewmats[:, 2, 3] += back_m
@@ -128,6 +151,7 @@ def measure(scene, name: str, warm_up: int, repeats: int, kernels: bool, options
         torch.cuda.empty_cache()
         sorting = sort_ms(engine) if order else {}
         Ks = narrowed(viewmats, Ks, engine.read("map.mean"), share) if share else Ks
+        viewmats = turned(viewmats, Ks, engine.read("map.mean"), turn_share) if turn_share else viewmats
         view = native.view_of(viewmats.numpy(), Ks.numpy(), width, height, 3)
         render = lambda: engine._check(engine._lib.spl_render(engine._ctx, ctypes.byref(view), ctypes.byref(image)))
         forward_ms, _ = median(render, warm_up, repeats)
@@ -158,6 +182,7 @@ def main() -> None:
     parser.add_argument("--precision", default="full", choices=native.PRECISIONS)
     parser.add_argument("--sorted", action="store_true", help="sort the map first, and time that")
     parser.add_argument("--fov-share", type=float, default=0, help="focal lengths with which the image has this share of the Gaussians' centres; 0: the scene's")
+    parser.add_argument("--turn-share", type=float, default=0, help="cameras turn away until the image has this share of the centres, after --fov-share")
     parser.add_argument("--back", type=float, default=0, help="m; cameras this much further back along their axis")
     parser.add_argument("--no-alias", action="store_true", help="every arena row has bytes of its own")
     parser.add_argument("--commit", default="")
@@ -166,7 +191,7 @@ def main() -> None:
     scene = load_scene(args.scene)
     rows, options = [], dict(arena_alias=not args.no_alias, precision=args.precision)
     for name in args.cases.split(","):
-        rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options, args.sorted, args.fov_share, args.back))
+        rows.append(r := measure(scene, name, args.warm_up, args.repeats, args.kernels, options, args.sorted, args.fov_share, args.back, args.turn_share))
         print(f"{name:>8}: forward {r['forward_ms']:7.3f} ms  step {r['step_ms']:7.3f} ms  train {r['train_ms']:7.3f} ms  {r['engine_mib']:8.1f} MiB  "
               f"pairs {r['pairs']:,} ({r['pairs'] / r['gaussians'] / r['cameras']:.1%})  blocks {r['blocks']:.1%}  isects {r['isects']:,}  "
               + (f"sort {r['sort_ms']} ms (again {r['sort_again_ms']})  " if args.sorted else "")
@@ -174,7 +199,7 @@ def main() -> None:
         for kernel, ms in list(r["kernels_ms"].items())[:20]:
             print(f"          {ms:8.4f} ms  {kernel}", flush=True)
     result = dict(device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(), commit=args.commit, torch=torch.__version__, engine=options,
-                  sorted=args.sorted, fov_share=args.fov_share, back_m=args.back, warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
+                  sorted=args.sorted, fov_share=args.fov_share, turn_share=args.turn_share, back_m=args.back, warm_up=args.warm_up, repeats=args.repeats, method="wall ms of whole calls, median", cases=rows)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(result, file, indent=1)

@@ -7,7 +7,8 @@ techniques   15M Gaussians, 5 cameras 1600x1066, one step: MiB by category with 
              that step, what buffers without each technique would take (`instead`)
 budget       the largest map of the scene that trains in 8 GiB at 1920x1080 (compact): found by the forecast, then trained
 dataset      10M Gaussians trained for 500 steps on 60 views of 1600x1066 that the scene was rendered to (JPEG, every eighth held out), from its points:
-             isotropic, half the root mean square distance of 4 neighbours, random rotation, opacity 0.1; the rates of gsplat. Both precisions
+             isotropic, half the root mean square distance of 4 neighbours, random rotation, opacity 0.1; with the rates of gsplat, and with those of offline.py,
+             falling over the run. Both precisions
 drift        10,000 steps with regularisers and noise, of a map of which half is never seen: bytes of that half that have changed
 crowded      training in what another process leaves of the device, which it takes away and gives back
 checkpoint   10M Gaussians written to disk and read
@@ -30,6 +31,7 @@ from bench_step import RATES, load_engine, load_scene
 from spirula_gpu import Camera, Config, Frame, Mapper, native
 from spirula_gpu.config import replaced
 from spirula_gpu.metrics import psnr
+from spirula_gpu.offline import ScheduleConfig
 from spirula_gpu.splats import SH0
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -151,11 +153,25 @@ def dataset(scene, n: int = 10_000_000, steps: int = 500, n_views: int = 60, wid
     print(f"  neighbours of {n:,} points: {time.perf_counter() - begin:.1f} s", flush=True)
     start = (points, np.random.default_rng(3).normal(size=(n, 4)).astype(np.float32), np.tile(np.log(sigma)[:, None], (1, 3)).astype(np.float32), np.full(n, np.log(0.1 / 0.9), np.float32),
              np.concatenate([((colors - 0.5) / SH0)[:, None], np.zeros((n, 15, 3), np.float32)], 1).astype(np.float32))
-    return {precision: train_dataset(precision, start, views, images, steps) for precision in native.PRECISIONS}
+    return {precision: {name: train_dataset(precision, rates, start, views, images, steps) for name, rates in RATES_OF.items()} for precision in native.PRECISIONS}
 
 
-def train_dataset(precision: str, start, views, images, steps: int) -> dict:
-    hyper = native.Hyper(lr_mean=1.6e-4 * 11.5, lr_quat=1e-3, lr_log_scale=5e-3, lr_logit_opacity=5e-2, lr_sh0=2.5e-3, lr_sh_rest=2.5e-3 / 20, beta1=0.9, beta2=0.999, eps=1e-15, ssim_weight=0.2)
+def gsplat_rates(_: float) -> dict:
+    return dict(lr_mean=1.6e-4 * EXTENT, lr_quat=1e-3, lr_log_scale=5e-3, lr_logit_opacity=5e-2, lr_sh0=2.5e-3, lr_sh_rest=2.5e-3 / 20)
+
+
+def own_rates(progress: float) -> dict:
+    """Of ScheduleConfig, as offline.py makes them fall."""
+    s, names = ScheduleConfig(), ("lr_quat", "lr_log_scale", "lr_logit_opacity", "lr_sh0", "lr_sh_rest")
+    return dict(lr_mean=s.lr_mean * EXTENT * s.lr_mean_final ** progress, **{name: getattr(s, name) * s.lr_final ** progress for name in names})
+
+
+EXTENT = 11.5  # of the cameras, m
+RATES_OF = {"rates of gsplat": gsplat_rates, "rates of offline.py": own_rates}
+
+
+def train_dataset(precision: str, rates, start, views, images, steps: int) -> dict:
+    hyper = native.Hyper(beta1=0.9, beta2=0.999, eps=1e-15, ssim_weight=0.2)
     targets = [torch.from_numpy(image[None]).cuda() for image in images]
     training = [i for i in range(len(views)) if i % 8]
     torch.cuda.synchronize()
@@ -166,6 +182,8 @@ def train_dataset(precision: str, start, views, images, steps: int) -> dict:
         times, hits = [], []
         for step in range(steps):
             i = training[step * 37 % len(training)]
+            for name, value in rates(step / steps).items():
+                setattr(hyper, name, value)
             begin = time.perf_counter()
             stats = engine.train_step(views[i], targets[i], hyper)
             times.append((time.perf_counter() - begin) * 1e3)

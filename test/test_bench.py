@@ -214,3 +214,20 @@ def test_few_outliers_pass_and_many_do_not(bench):
     many[:50] += 2e-4
     good = [bench[1].difference("values", dict(x=a), dict(x=b))[0]["good"] for a in (b, few, many, b * float("nan"))]
     assert good == [True, True, False, False]
+
+
+def test_views_have_the_share_that_they_are_made_for():
+    step, = bench_modules("bench_step")
+    means = np.random.default_rng(0).normal(0, 2, (4000, 3)).astype(np.float32)
+    V, K = torch.eye(4)[None].repeat(2, 1, 1), torch.tensor([[100.0, 0, 80], [0, 100, 60], [0, 0, 1]])[None].repeat(2, 1, 1)
+    V[:, 2, 3] = torch.tensor([30.0, 40.0])  # all are in front
+
+    def shares(viewmats, Ks):
+        for T, k in zip(viewmats.double().numpy(), Ks.double().numpy()):
+            assert np.allclose(T[:3, :3] @ T[:3, :3].T, np.eye(3), atol=1e-6)
+            u = (means @ T[:3, :3].T + T[:3, 3]) @ k.T
+            yield ((u[:, 2] > 0) & (u[:, :2] > 0).all(1) & (u[:, :2] < u[:, 2:] * (160, 120)).all(1)).mean()
+
+    wide = step.narrowed(V, K, means, 1.0)
+    for got, want in ((shares(V, wide), 1.0), (shares(V, step.narrowed(V, K, means, 0.3)), 0.3), (shares(step.turned(V, wide, means, 0.05), wide), 0.05)):
+        np.testing.assert_allclose(list(got), want, atol=2e-3)
