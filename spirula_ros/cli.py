@@ -5,6 +5,7 @@ import argparse
 import os
 import sys
 
+from .doctor import add_doctor
 from .errors import InputError
 from .files import add_files
 
@@ -19,6 +20,7 @@ EXAMPLES = """examples:
   spirula convert out/map.ply map.spz              a map for the web; also .compressed.ply, .splat, .npy ..
   spirula forecast --gaussians 10e6 --size 1920x1080 --precision compact
                                                    the memory that such a map needs
+  spirula doctor                                   what this machine has and lacks
   spirula params > my.yaml                         every parameter; then: spirula replay room --config my.yaml
 """
 RGBD_EXAMPLES = """examples:
@@ -83,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add_files(commands)
     add_view(commands)
     add_forecast(commands)
+    add_doctor(commands)
     params = commands.add_parser("params", help="print every parameter as a file for --config and ROS")
     params.add_argument("--config", metavar="F", help="start from this file")
     params.set_defaults(run=run_params)
