@@ -21,7 +21,7 @@ FLOATS, DOUBLES, STAMPS = np.dtype("<f4"), np.dtype("<f8"), np.dtype("<i8")
 KEYFRAME, HELD_OUT, WAITING = range(3)  # what a frame is to the map; waiting: in the inbox
 FRAME = np.dtype([("kind", "u1"), ("held_out", "u1"), ("has_depth", "u1"), ("has_mask", "u1"), ("frame_id", "<u4"), ("id", "<i8"), ("loss", "<f8"), ("stamp_ns", "<i8"),
                   ("size", "<i4", (2,)), ("intrinsics", "<f8", (4,)), ("T_world_cam", "<f8", (4, 4)), ("T_given", "<f8", (4, 4)),
-                  ("log_gain", "<f8", (3,))])
+                  ("log_gain", "<f8", (3,)), ("steps", "<i8")])
 
 
 class Stored(NamedTuple):
@@ -31,6 +31,7 @@ class Stored(NamedTuple):
     loss: float = math.inf   # of a keyframe: Keyframe.loss
     T_given: np.ndarray | None = None   # of a keyframe: Keyframe.T_given
     log_gain: np.ndarray = np.zeros(3)  # of a keyframe: Keyframe.log_gain
+    steps: int = 0           # of a keyframe: Keyframe.steps
 
 
 class Past(NamedTuple):
@@ -79,7 +80,7 @@ def _whole(name: str, array: np.ndarray) -> Section:
 def _record(s: Stored, frame_ids: list[str]) -> tuple:
     f, c = s.frame, s.frame.camera
     return (s.kind, f.held_out, f.depth_m is not None, f.mask is not None, frame_ids.index(f.frame_id), s.id, s.loss, f.stamp_ns, (c.width, c.height), (c.fx, c.fy, c.cx, c.cy), f.T_world_cam,
-            f.T_world_cam if s.T_given is None else s.T_given, s.log_gain)
+            f.T_world_cam if s.T_given is None else s.T_given, s.log_gain, s.steps)
 
 
 def _row_shape(row) -> tuple[int, int]:
@@ -150,7 +151,7 @@ def read_frames(reader: Reader) -> Iterator[Stored]:
             depth_m = take_depth((camera.height, camera.width)) if r["has_depth"] else None
             mask = take_mask((camera.height, camera.width)) if r["has_mask"] else None
             yield Stored(int(r["kind"]), Frame(int(r["stamp_ns"]), camera, r["T_world_cam"].copy(), rgb, depth_m, bool(r["held_out"]), ids[r["frame_id"]], mask),
-                         int(r["id"]), float(r["loss"]), r["T_given"].copy(), r["log_gain"].copy())
+                         int(r["id"]), float(r["loss"]), r["T_given"].copy(), r["log_gain"].copy(), int(r["steps"]))
 
 
 def read_gate(reader: Reader) -> Gated:

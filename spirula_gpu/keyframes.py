@@ -19,6 +19,11 @@ GATE_POSES = 2000  # keyframes that a new frame is compared with
 MOST_TARGETS = 64  # images at the exposure of the map that are kept; another one costs a look-up of each byte when its keyframe is chosen
 
 
+JUDGED_STEPS, JUDGED_LEAST, JUDGED_EVERY = 8, 12, 32   # a keyframe is judged after so many steps, beside so many others; the limit is found again after so many choices
+UNFIT_SIGMAS, UNFIT_FACTOR = 4.0, 1.8                   # unfit: a loss so many robust deviations (of logarithms) and so many times above the median
+RARELY = 0.05                                           # what is unfit is trained as if its loss were this share of the median
+
+
 class Gated(NamedTuple):
     """What the gate remembers."""
     poses: np.ndarray          # [G,4,4] float64 T_world_cam of the newest keyframes, at most GATE_POSES
@@ -80,7 +85,7 @@ class Keyframe:
         self.T_given = frame and frame.T_world_cam   # [4,4], as the source of the poses said; `frame` has the one that is used
         self.log_gain = np.zeros(3)   # of its exposure over the map's, a channel
         self.targets: Targets | None = None   # where its target is kept; None: nowhere
-        self.steps = 0   # that it was trained in since it came, or the process began
+        self.steps = 0   # that it was trained in
         self.loss = np.inf   # running mean; infinite until it was trained once
         self._view: View | None = None
         self._view_of = None   # (degree, unit) that it was made for
@@ -97,7 +102,7 @@ class Keyframe:
     def correct(self, D: np.ndarray) -> None:
         """A corrected path moves the pose as given by D [4,4], and the one that is used with it; the keyframe is trained as often as a new one."""
         self.place(D @ self.frame.T_world_cam)
-        self.T_given, self.loss = D @ self.T_given, np.inf
+        self.T_given, self.loss, self.steps = D @ self.T_given, np.inf, 0
 
     def expose(self, log_gain: np.ndarray) -> None:
         """Its image was taken with exp(log_gain [3]) times the exposure of the map."""
@@ -160,6 +165,8 @@ class Keyframes:
 
     def __init__(self, seed: int):
         self._all: list[Keyframe] = []
+        self.unfit = 0                    # keyframes that are trained rarely, see _highest_fit
+        self._choices, self._limit = 0, np.inf
         self.bytes = 0   # host memory of the images, but for the few of `targets`
         self._targets = Targets()
         self._rng = np.random.default_rng(seed)
@@ -199,23 +206,40 @@ class Keyframes:
         known, gains, at = (known[order] - first).astype(np.float64), gains[order], (stamps_ns - first).astype(np.float64)
         return np.stack([np.interp(at, known, g) for g in gains.T], axis=-1)
 
-    @property
-    def random(self) -> dict:
-        """The state of the generator that chooses."""
-        return self._rng.bit_generator.state
+    def state(self) -> dict:
+        """What the next choices depend on beside the keyframes, for JSON."""
+        return dict(random=self._rng.bit_generator.state, choices=self._choices, limit=repr(self._limit))
 
-    @random.setter
-    def random(self, state: dict) -> None:
-        self._rng.bit_generator.state = state
+    def resume(self, state: dict) -> None:
+        self._rng.bit_generator.state, self._choices, self._limit = state["random"], int(state["choices"]), float(state["limit"])
 
     def choose(self, config: TrainConfig) -> Keyframe:
-        if self._rng.random() < config.newest_probability:
+        if self._rng.random() < config.newest_probability and not self._unfit(self._all[-1]):
             return self._all[-1]
         loss = np.array([k.loss for k in self._all])
         known = loss[np.isfinite(loss)]
         loss[~np.isfinite(loss)] = 2 * known.max() if len(known) else 1.0  # a new one comes soon
         weight = loss + 1e-6
+        if self._choices % JUDGED_EVERY == 0:
+            self._limit = self._highest_fit(loss)
+        self._choices += 1
+        if self._limit < np.inf:
+            unfit = np.array([self._unfit(k) for k in self._all])
+            self.unfit, weight[unfit] = int(unfit.sum()), RARELY * np.median(weight)
         return self._all[int(self._rng.choice(len(self._all), p=weight / weight.sum()))]
+
+    def _unfit(self, keyframe: Keyframe) -> bool:
+        return keyframe.steps >= JUDGED_STEPS and self._limit < keyframe.loss < np.inf
+
+    def _highest_fit(self, loss: np.ndarray) -> float:
+        """The loss [n] above which the map does not come to fit a keyframe, though it was trained on it and fits the others: a wrong pose, a covered or dazzled
+        lens. By its own loss it would be trained most; so it is trained rarely, and taken back when its loss falls."""
+        logs = np.log(np.maximum(loss[[k.steps >= JUDGED_STEPS for k in self._all]], 1e-6))
+        if len(logs) < JUDGED_LEAST:
+            return np.inf
+        middle = np.median(logs)
+        spread = 1.4826 * np.median(np.abs(logs - middle))
+        return float(np.exp(middle + max(UNFIT_SIGMAS * spread, np.log(UNFIT_FACTOR))))
 
     def spread(self, n: int) -> list[Keyframe]:
         """n of them (or all), evenly over time."""

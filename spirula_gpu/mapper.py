@@ -453,7 +453,7 @@ class Mapper:
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
             heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, heldout_cc_psnr=heldout_cc_psnr, latency_ms=self._latency_ms, last_error=self._error,
-            corrections=self._corrections, poses_refined=self._trainer.refinement.aligned, poses_refused=self._trainer.refinement.refused,
+            corrections=self._corrections, poses_refined=self._trainer.refinement.aligned, poses_refused=self._trainer.refinement.refused, keyframes_unfit=self._keyframes.unfit,
             hint="; ".join(text for text in (self._trainer.hint, self._multiview.hint, self._problem, self._unsaved, self._budget_hint, self._path_hint) if text)))
 
     def evaluate(self) -> list[HeldOut]:
@@ -511,10 +511,10 @@ class Mapper:
         if "engine.vram_budget_mb" in changed:
             checkpoint.check_budget(reader, self.config.engine, self.backend)
         checkpoint.read_rows(reader, self._engine)
-        for kind, frame, id, loss, T_given, log_gain in checkpoint.read_frames(reader):
+        for kind, frame, id, loss, T_given, log_gain, steps in checkpoint.read_frames(reader):
             if kind == KEYFRAME:
                 keyframe = Keyframe(id, frame, self.config.train.blur_px2)
-                keyframe.loss, keyframe.T_given = loss, T_given
+                keyframe.loss, keyframe.T_given, keyframe.steps = loss, T_given, steps
                 if self.config.refine.exposure:
                     keyframe.expose(log_gain)
                 self._keyframes.add(keyframe, self.config.train)
@@ -523,7 +523,7 @@ class Mapper:
         self._trainer.resume(facts["trainer"], self._keyframes)
         if any(name.startswith("engine.") for name in changed):
             self._trainer.new_limits()
-        self._keyframes.random = facts["keyframes"]
+        self._keyframes.resume(facts["keyframes"])
         self._due, self._next_id, self._evaluated, self._corrections = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated", "corrections"))
         gated, past, counts = checkpoint.read_gate(reader), checkpoint.read_past(reader), checkpoint.read_counts(reader)
         self._owners = past.owners.tolist()
@@ -549,9 +549,9 @@ class Mapper:
             raise ValueError(f"the map is empty; {path} was not touched" if not len(self._engine) else f"no frame has come yet, the map is as its file; {path} was not touched")
         with self._submitting:
             gated, waiting, seen, track = self._gate.state(), self._inbox.frames(), self.ledger.counts(), Track(self._track.stamps, self._track.poses)
-        frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given, k.log_gain) for k in self._keyframes]
+        frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given, k.log_gain, k.steps) for k in self._keyframes]
         frames += [Stored(HELD_OUT, frame) for frame in self._held_out] + [Stored(WAITING, frame) for frame in waiting]
-        facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.random, multiview=self._multiview.state(), frames_seen=seen._asdict(),
+        facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.state(), multiview=self._multiview.state(), frames_seen=seen._asdict(),
                      counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated, corrections=self._corrections))
         return checkpoint.write_map(path, self._engine, frames, gated, Past(track, np.array(self._owners, np.int64)), self.config, facts)
 

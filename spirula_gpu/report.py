@@ -98,6 +98,7 @@ class Status:
     heldout_cc_psnr: float = float("nan")  # after an affine colour fit of each render
     poses_refined: int = 0                # alignments of a keyframe with the map that were taken ..
     poses_refused: int = 0                # .. and those after which the pose stayed as it was
+    keyframes_unfit: int = 0              # that the map does not come to fit (wrong pose, covered lens): trained rarely
     frames: FrameCounts = FrameCounts(0, 0, {})
     inbox_frames: int = 0
     latency_ms: float = float("nan")      # newest frame: arrival in the inbox -> part of the map

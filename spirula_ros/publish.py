@@ -52,7 +52,7 @@ def status_msg(status: Status, head: Header, hint: str = "", stamp_latency_ms: f
         header=head, state=status.state, gaussians=status.gaussians, keyframes=status.keyframes, held_out=status.held_out,
         steps=status.steps, steps_per_s=float(status.steps_per_s), loss=float(status.loss), train_psnr=float(status.train_psnr),
         heldout_psnr=float(status.heldout_psnr), heldout_ssim=float(status.heldout_ssim), heldout_cc_psnr=float(status.heldout_cc_psnr),
-        corrections=status.corrections, poses_refined=status.poses_refined, poses_refused=status.poses_refused, frames_in=frames.frames_in,
+        corrections=status.corrections, poses_refined=status.poses_refined, poses_refused=status.poses_refused, keyframes_unfit=status.keyframes_unfit, frames_in=frames.frames_in,
         frames_used=frames.used, frames_pending=frames.pending, inbox_frames=status.inbox_frames,
         dropped=[ours.KeyCount(key=reason, count=n) for reason, n in frames.dropped.items()],
         latency_ms=float(status.latency_ms), stamp_latency_ms=float(stamp_latency_ms), hint=hint, last_error=status.last_error)

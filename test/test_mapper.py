@@ -4,13 +4,15 @@ import threading
 import time
 from dataclasses import replace
 
+import cv2
 import numpy as np
 import pytest
 
+import spirula_gpu.keyframes
 from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.checkpoint_file import CheckpointError
-from spirula_gpu.config import Config, GateConfig, replaced, rows
-from spirula_gpu.keyframes import Gate, Keyframe
+from spirula_gpu.config import Config, GateConfig, TrainConfig, replaced, rows
+from spirula_gpu.keyframes import Gate, Keyframe, Keyframes
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.mesh import MeshError
 from spirula_gpu.native import NativeError
@@ -376,3 +378,42 @@ def test_the_rates_fall_while_the_thread_refines():
 def test_a_frame_of_an_absurd_pose_is_none(change, text):
     with pytest.raises(ValueError, match=text):
         frame(0, T_world_cam=change(np.eye(4)))
+
+
+def test_a_keyframe_that_does_not_fit_is_trained_rarely_and_comes_back():
+    keyframes, config = Keyframes(0), TrainConfig(newest_probability=0.5)
+    for i in range(30):
+        keyframes.add(Keyframe(i, frame(i), 0.3), config)
+        for _ in range(10):
+            list(keyframes)[i].trained(0.1 + 0.001 * i)
+    bad = list(keyframes)[-1]
+    often = lambda: np.mean([keyframes.choose(config) is bad for _ in range(640)])
+    assert often() > 0.4 and keyframes.unfit == 0   # the newest
+    for _ in range(30):
+        bad.trained(0.5)
+    assert often() < 0.05 and keyframes.unfit == 1  # every 32nd choice judges: 0.5 of them came before the first
+    for _ in range(30):
+        bad.trained(0.1)
+    assert often() > 0.4 and keyframes.unfit == 0
+
+
+def test_keyframes_of_wrong_poses_cost_less_than_they_would():
+    """Every sixth image at a pose 0.4 m and 15 degrees off; a young one is not judged."""
+    def map_of(judged: int) -> Mapper:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spirula_gpu.keyframes, "JUDGED_LEAST", judged)
+            mapper = Mapper(replaced(SMALL, {"train.steps_per_frame": 40}))
+            for i in range(18):
+                f = frame(i, held_out=i % 6 == 2)
+                wrong = f.T_world_cam.copy()
+                wrong[:3, :3] = cv2.Rodrigues(np.array([0.0, 0.26, 0.0]))[0] @ wrong[:3, :3]
+                wrong[:3, 3] += 0.4
+                submit(mapper, replace(f, T_world_cam=wrong) if i % 6 == 5 else f)
+                mapper.run_due()
+            mapper.train(steps=200)
+        return mapper
+    with_it, without = map_of(8), map_of(10**6)
+    psnr = lambda m: np.mean([h.psnr for h in m.evaluate()])
+    assert with_it.status().keyframes_unfit == 3 and without.status().keyframes_unfit == 0
+    assert psnr(with_it) > psnr(without) + 0.3, (psnr(with_it), psnr(without))
+    with_it.close(), without.close()
