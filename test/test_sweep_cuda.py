@@ -113,7 +113,7 @@ def test_no_memory_is_an_error_and_later_there_is_some():
 @pytest.mark.parametrize("debug", [False, True])
 def test_between_training_steps_it_disturbs_nothing(debug):
     """One deferred step after another, with and without sweeps between: the same losses."""
-    rng, (gray, truth) = np.random.default_rng(0), photo(pose())
+    rng, gray = np.random.default_rng(0), photo(pose())[0]
     means, losses = np.c_[rng.uniform(-1, 1, (3000, 2)), rng.uniform(1.5, 2, 3000)], []
     v, rgb = view(CAMERA, np.eye(4), 0), np.repeat(gray[..., None], 3, 2)
     for sweeps in (False, True):
