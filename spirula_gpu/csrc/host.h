@@ -344,6 +344,7 @@ inline const spl_hyper& checked_hyper(const spl_hyper* given) {
   const spl_hyper& h = checked(given, "spl_hyper");
   const float rates[] = {h.lr_mean, h.lr_quat, h.lr_log_scale, h.lr_logit_opacity, h.lr_sh0, h.lr_sh_rest, h.ssim_weight, h.depth_weight, h.opacity_reg, h.scale_reg, h.eps, h.lr_mean_final, h.lr_decay_steps, h.noise};
   for (float r : rates) if (!(r >= 0) || !finite(r)) fail(SPL_E_ARGUMENT, "spl_hyper: a rate or weight is %g, must be >= 0 and finite", r);
+  if (!(h.eps > 0)) fail(SPL_E_ARGUMENT, "eps %g: must be > 0; where a gradient has always been 0, 0 / 0 would be no step but NaN", h.eps);
   if (!(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1)) fail(SPL_E_ARGUMENT, "beta1 %g, beta2 %g: must lie in [0, 1)", h.beta1, h.beta2);
   if (h.lr_decay_steps > 0 && h.lr_mean > 0 && !(h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g cannot decay to lr_mean_final %g: it must be > 0", h.lr_mean, h.lr_mean_final);
   if (h.ssim_weight > 1) fail(SPL_E_ARGUMENT, "ssim_weight %g: must lie in [0, 1]", h.ssim_weight);
