@@ -308,7 +308,7 @@ inline View make_view(const spl_view* given, int stored_sh_degree) {
     for (int k = 0; k < 16; ++k) if (!finite(v.viewmats[16 * i + k])) fail(SPL_E_ARGUMENT, "viewmats[%d] is not finite", i);
     for (int k = 0; k < 9; ++k) if (!finite(v.Ks[9 * i + k])) fail(SPL_E_ARGUMENT, "Ks[%d] is not finite", i);
     if (!(v.Ks[9 * i] > 0 && v.Ks[9 * i + 4] > 0)) fail(SPL_E_ARGUMENT, "Ks[%d]: focal lengths %g, %g must be > 0", i, v.Ks[9 * i], v.Ks[9 * i + 4]);
-    out.cameras.push_back(make_camera(v.viewmats + 16 * i, v.Ks + 9 * i, v.width, v.height, v.blur_px2, v.near_m, v.antialiased == 1));
+    out.cameras.push_back(make_camera(v.viewmats + 16 * i, v.Ks + 9 * i, v.width, v.height, v.blur_px2, v.near_m, v.antialiased == 1 && v.blur_px2 > 0));  // without blur the filter changes nothing but by rounding
   }
   return out;
 }
