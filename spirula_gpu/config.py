@@ -95,7 +95,7 @@ class RefineConfig:
     pose_sigma: float = param(0.01, "", "noise of given positions along each axis, as a share of the median depth of the view", 1e-6, 1, True)
     pose_sigma_deg: float = param(1.0, "deg", "noise of given rotations about each axis", 1e-4, 90, True)
     interval_steps: int = param(10, "steps", "the keyframe of every so many-th step is refined again; 0 = only at its arrival", 0, 1_000_000, True)
-    lr_final: float = param(0.1, "", "share to which all Adam steps fall exponentially while the map is refined for a given time (~/refine, --refine-seconds, --refine-steps); 1 = constant", 1e-3, 1, True)
+    lr_final: float = param(0.1, "", "share to which all Adam steps fall exponentially while the map is refined for a given time (~/finish, --refine-seconds, --refine-steps); 1 = constant", 1e-3, 1, True)
 
 
 @dataclass(frozen=True)

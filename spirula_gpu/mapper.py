@@ -262,10 +262,11 @@ class Mapper:
             self._run_command(*self._commands.get())
             ran = True
         now = time.monotonic()
+        if self._refining:
+            last = self._refining[-1]
+            self._trainer.refined = between(last.part, (now - last.begin) / (last.end - last.begin))
         while self._refining and now >= self._refining[0].end:
             settle(self._refining.pop(0).future, None)
-        last = self._refining[-1] if self._refining else None
-        self._trainer.refined = between(last.part, (now - last.begin) / (last.end - last.begin)) if last else 0.0
         return ran
 
     def _run_command(self, name: str, args: tuple, future: Future) -> None:
@@ -288,6 +289,8 @@ class Mapper:
             return False
         arrival, frame = item
         self._state = "running"
+        if not self._refining:
+            self._trainer.refined = 0.0   # idle training after a refinement went on at the rates that it had come to: whole ones would undo it
         try:
             self._add(frame)
         except Exception:

@@ -46,7 +46,7 @@ class Trainer:
         self._seen = (0, 0)  # pairs and intersections of the newest step at full size that is known; what memory a step takes follows from them
         self._resumed_loss: float | None = None  # of `_running`, when that step was made before a checkpoint
         self._rng = np.random.default_rng(config.engine.seed + 1)
-        self.refined = 0.0  # share of the refinement that is over; 0 too while there is none
+        self.refined = 0.0  # share of the refinement that is over; it stays until the next frame
 
     def step(self, keyframes: Keyframes, behind: bool = False) -> None:
         """Choose a keyframe, render, compare, descend; prune when it is time. behind: a young keyframe at half the size, which costs half."""

@@ -1,6 +1,7 @@
 """The end of a recording that was played to a mapper with its own thread: let it catch up, refine, write the report."""
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future
 from typing import Callable
@@ -52,9 +53,13 @@ def refine(mapper: Mapper, command: Callable[..., Future], seconds: float, steps
     Raises RuntimeError as `waitable` does."""
     if not (seconds or steps):
         return
-    deadline, target = time.monotonic() + (seconds or float("inf")), mapper.status().steps + (steps or float("inf"))
-    while (left := deadline - time.monotonic()) > 0 and mapper.status().keyframes and waitable(mapper).steps < target:
-        command("refine", min(left, SLICE_S)).result()
+    begin, first, limit_s, limit_steps = time.monotonic(), mapper.status().steps, seconds or math.inf, steps or math.inf
+    while mapper.status().keyframes:
+        spent = time.monotonic() - begin
+        share = max(spent / limit_s, (waitable(mapper).steps - first) / limit_steps)   # of the whole, over which the rates fall
+        if share >= 1:
+            return
+        command("refine", min(limit_s - spent, SLICE_S), (share, share)).result()
 
 
 def waitable(mapper: Mapper) -> Status:

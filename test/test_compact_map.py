@@ -113,6 +113,18 @@ def test_rows_of_a_large_map():
     np.testing.assert_array_equal(context.read("map.sh", 262_000, 300)[:, 0], context.read("map.sh")[262_000:262_300, 0])
 
 
+def test_sh_beyond_degree_0_of_a_large_map():
+    """As above: map.sh_rest, which does not lie in blocks."""
+    n, context = 263_000, compact(1, max_gaussians=263_000)
+    context.append(gaussians(n, 0))
+    values = np.random.default_rng(4).normal(size=(n, 4, 3)).astype(np.float32)
+    context.write("map.sh", values[:-200], first=100)
+    got = context.read("map.sh")
+    np.testing.assert_allclose(got[100:-100, 1:], values[:-200, 1:], rtol=0, atol=0.5001 * 2.0**-4)  # below 8
+    assert not got[:100, 1:].any() and not got[-100:, 1:].any()
+    np.testing.assert_array_equal(context.read("map.sh", 262_100, 300), got[262_100:262_400])
+
+
 @pytest.mark.parametrize("spacing", [1.0, 3.0])
 def test_insertion(spacing):
     rng, maps = np.random.default_rng(4), (Context(sh_degree=1), compact(1))

@@ -45,6 +45,14 @@ def test_refine_makes_the_steps(mapper):
     refine(mapper, None, 0, 0)  # asks for nothing
 
 
+def test_the_rates_fall_once_over_all_pieces(mapper):
+    shares, step = [], mapper._trainer.step
+    mapper._trainer.step = lambda *args: (shares.append(mapper._trainer.refined), step(*args))
+    refine(mapper, mapper.command, 2.0, 0)
+    assert len(shares) > 20 and (np.diff(shares) >= 0).all() and 0.7 < shares[-1] < 1, shares
+    assert mapper._trainer.refined == shares[-1], "what is measured next is not trained at whole rates before"
+
+
 @pytest.mark.parametrize("state", ["paused", "stopped", "error"])
 def test_every_wait_ends_when_the_mapper_does_not_work(mapper, state):
     with ThreadPoolExecutor() as pool:
@@ -55,7 +63,7 @@ def test_every_wait_ends_when_the_mapper_does_not_work(mapper, state):
         elif state == "stopped":
             mapper.stop()
         else:
-            mapper._trainer.step = lambda _: 1 / 0
+            mapper._trainer.step = lambda *_: 1 / 0
         with pytest.raises(RuntimeError, match={"error": "division by zero", "stopped": "stopped", "paused": "paused.*~/pause"}[state]):
             refining.result(timeout=10)
         mapper.ledger.arrived()  # a frame that nobody will take

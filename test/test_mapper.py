@@ -361,13 +361,17 @@ def test_the_rates_fall_over_a_refinement_and_are_whole_again_after_it(part, sha
     mapper.close()
 
 
-def test_the_rates_fall_while_the_thread_refines():
+def test_the_rates_fall_while_the_thread_refines_and_stay_until_the_next_frame():
     mapper = run(SMALL)
     mapper.start()
     try:
         done = mapper.command("refine", 1.0)
         wait_for(lambda: mapper._trainer.refined > 0.5)
         done.result(60)
+        end = mapper._trainer.steps
+        wait_for(lambda: mapper._trainer.steps > end + 10)
+        assert mapper._trainer.refined == 1, "idle training goes on at the rates of its end"
+        submit(mapper, frame(20))
         wait_for(lambda: mapper._trainer.refined == 0)
     finally:
         mapper.close()

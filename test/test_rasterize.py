@@ -54,6 +54,22 @@ def test_the_mip_filter_keeps_the_light_of_a_far_splat():
     assert light(8.0, False) > 2 * exact
 
 
+@pytest.mark.parametrize("blur, size, flat", [(0.0, (0.3, 3.0), 1e-4), (1e-3, (3, 30), 1e-4), (1e-3, (0.3, 3.0), 1e-2)])
+def test_the_mip_filter_makes_no_splat_brighter(blur, size, flat):
+    """Lines, of whose determinants rounding leaves little; without blur there is nothing to filter, in the image as in the gradients."""
+    g, (viewmats, Ks) = gaussians(300, 0, 1, size=size), cameras(1, 64, 48)
+    g = g._replace(scales=np.float32(g.scales * [1, flat, flat]))
+    context, views = Context(), [view_of(viewmats, Ks, 64, 48, 0, blur=blur, antialiased=a) for a in (False, True)]
+    (_, plain, _), (_, filtered, _) = (context.forward(g, v) for v in views)
+    opacity, of = context.buffer("proj.screen", "f4").reshape(-1, 10)[:-1, 5], context.buffer("proj.gaussian", "u4")[:-1]
+    assert len(of) > 20 and (opacity <= g.opacities[of] * (1 + 1e-6)).all()
+    if blur == 0:
+        np.testing.assert_array_equal(plain, filtered)
+        v = np.ones((1, 48, 64, 3)), np.ones((1, 48, 64)), np.zeros((1, 48, 64))
+        for a, b in zip(*(context.backward(g, view, *v) for view in views)):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(a).max())
+
+
 def test_a_lower_degree_is_evaluated_than_is_stored():
     width, height = 24, 24
     g, (viewmats, Ks) = gaussians(60, 3, 8), cameras(1, width, height, 8)

@@ -211,6 +211,8 @@ def test_refine_steps(room, tmp_path, rate):
     if rate is None:
         assert sum(c[2] for c in mapper.calls if c[0] == "train") == 50
         assert mapper.parts == [(0, 0), (0.4, 0.4), (0.8, 0.8)]   # slices of 20 steps
+    else:
+        assert [c[2] for c in mapper.calls if c[0] == "refine"] == [(s / 50, s / 50) for s in range(0, 50, 10)]
 
 
 def test_refine_seconds(room, tmp_path):

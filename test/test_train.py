@@ -227,7 +227,7 @@ def test_step_figures():
 
 
 @pytest.mark.parametrize("change, message", [(dict(lr_mean=-1.0), "-1"), (dict(beta1=1.0), "beta1 1"), (dict(ssim_weight=1.5), "ssim_weight 1.5"),
-                                             (dict(eps=np.nan), "nan"), (dict(struct_size=4), "struct_size")])
+                                             (dict(eps=np.nan), "nan"), (dict(eps=0.0), "eps 0: must be > 0"), (dict(struct_size=4), "struct_size")])
 def test_wrong_hyper_parameters_are_refused(change, message):
     g, view, (rgb, _, _) = problem()
     context = Context(sh_degree=1)

@@ -308,7 +308,7 @@ inline View make_view(const spl_view* given, int stored_sh_degree) {
     for (int k = 0; k < 16; ++k) if (!finite(v.viewmats[16 * i + k])) fail(SPL_E_ARGUMENT, "viewmats[%d] is not finite", i);
     for (int k = 0; k < 9; ++k) if (!finite(v.Ks[9 * i + k])) fail(SPL_E_ARGUMENT, "Ks[%d] is not finite", i);
     if (!(v.Ks[9 * i] > 0 && v.Ks[9 * i + 4] > 0)) fail(SPL_E_ARGUMENT, "Ks[%d]: focal lengths %g, %g must be > 0", i, v.Ks[9 * i], v.Ks[9 * i + 4]);
-    out.cameras.push_back(make_camera(v.viewmats + 16 * i, v.Ks + 9 * i, v.width, v.height, v.blur_px2, v.near_m, v.antialiased == 1));
+    out.cameras.push_back(make_camera(v.viewmats + 16 * i, v.Ks + 9 * i, v.width, v.height, v.blur_px2, v.near_m, v.antialiased == 1 && v.blur_px2 > 0));  // without blur the filter changes nothing but by rounding
   }
   return out;
 }
@@ -344,6 +344,7 @@ inline const spl_hyper& checked_hyper(const spl_hyper* given) {
   const spl_hyper& h = checked(given, "spl_hyper");
   const float rates[] = {h.lr_mean, h.lr_quat, h.lr_log_scale, h.lr_logit_opacity, h.lr_sh0, h.lr_sh_rest, h.ssim_weight, h.depth_weight, h.opacity_reg, h.scale_reg, h.eps, h.lr_mean_final, h.lr_decay_steps, h.noise};
   for (float r : rates) if (!(r >= 0) || !finite(r)) fail(SPL_E_ARGUMENT, "spl_hyper: a rate or weight is %g, must be >= 0 and finite", r);
+  if (!(h.eps > 0)) fail(SPL_E_ARGUMENT, "eps %g: must be > 0; where a gradient has always been 0, 0 / 0 would be no step but NaN", h.eps);
   if (!(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1)) fail(SPL_E_ARGUMENT, "beta1 %g, beta2 %g: must lie in [0, 1)", h.beta1, h.beta2);
   if (h.lr_decay_steps > 0 && h.lr_mean > 0 && !(h.lr_mean_final > 0)) fail(SPL_E_ARGUMENT, "lr_mean %g cannot decay to lr_mean_final %g: it must be > 0", h.lr_mean, h.lr_mean_final);
   if (h.ssim_weight > 1) fail(SPL_E_ARGUMENT, "ssim_weight %g: must lie in [0, 1]", h.ssim_weight);

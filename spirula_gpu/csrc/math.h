@@ -146,7 +146,9 @@ SPL_FN void project_covariance(const Gaussian& g, const Camera& cam, Projection&
 
 // The 2D mip filter (Yu et al. 2024, Mip-Splatting, eq. 9): what the blur spreads over more pixels is made fainter, by the factor sqrt(det(cov) / det(cov + blur I)).
 // det(cov) of cov = A A^T is the square of the cross product of its rows: never negative, and exact for a splat that is a line.
+// det(cov + blur I) is a difference, in which rounding takes more than all of a line: the share of light ends at 1.
 SPL_FN float sharp_det(Vec3 row0, Vec3 row1) { const Vec3 n = cross(row0, row1); return dot(n, n); }
+SPL_FN float light_kept(float share) { return share > 1.0f ? 1.0f : sqrtf(share); }  // share: of the determinants; NaN stays
 
 // Twice the exponent at which alpha falls to 1/255: points with d^T conic d above it are not drawn.
 SPL_FN float cutoff(float opacity) { return 2.0f * logf(opacity * (1.0f / SPL_ALPHA_MIN)); }
@@ -168,7 +170,7 @@ SPL_FN bool project(const Gaussian& g, const Camera& cam, Screen& s, Box& box) {
   s.a = o.cyy * id; s.b = -o.cxy * id; s.c = o.cxx * id;
   s.opacity = g.opacity; s.depth = o.p.z;
   if (cam.antialiased) {
-    s.opacity *= sqrtf(sharp_det({o.A[0], o.A[1], o.A[2]}, {o.A[3], o.A[4], o.A[5]}) * id);
+    s.opacity *= light_kept(sharp_det({o.A[0], o.A[1], o.A[2]}, {o.A[3], o.A[4], o.A[5]}) * id);
     if (!(s.opacity >= SPL_ALPHA_MIN)) return false;
   }
   const float q = cutoff(least(s.opacity, 1.0f)), ex = sqrtf(q * o.cxx), ey = sqrtf(q * o.cyy);
@@ -204,7 +206,7 @@ template <bool MIP> SPL_FN void project_bwd(const Gaussian& g, const Camera& cam
   float gxx = -(t00 * a + t01 * b), gxy = -(t00 * b + t01 * c), gyy = -(t10 * b + t11 * c), v_opacity = v[5];
   if constexpr (MIP) {  // d factor / d cov = factor / 2 * (cov^-1 - (cov + blur I)^-1)
     const Vec3 row0 = {o.A[0], o.A[1], o.A[2]}, row1 = {o.A[3], o.A[4], o.A[5]};
-    const float det = sharp_det(row0, row1), factor = sqrtf(det * id), h = 0.5f * g.opacity * v[5] * factor, k = h / det;  // det > 0: what is drawn has alpha
+    const float det = sharp_det(row0, row1), factor = light_kept(det * id), h = det * id > 1.0f ? 0.0f : 0.5f * g.opacity * v[5] * factor, k = h / det;  // det > 0: what is drawn has alpha
     gxx += k * dot(row1, row1) - h * a; gxy -= k * dot(row0, row1) + h * b; gyy += k * dot(row0, row0) - h * c;
     v_opacity *= factor;
   }

@@ -191,7 +191,7 @@ typedef struct {
   int64_t struct_size;
   float lr_mean, lr_quat, lr_log_scale, lr_logit_opacity, lr_sh0, lr_sh_rest; /* lr_mean in m */
   float lr_mean_final, lr_decay_steps; /* each Gaussian's lr_mean falls to this, exponentially, over its own first steps; 0: constant */
-  float beta1, beta2, eps;
+  float beta1, beta2, eps; /* eps > 0 */
   float ssim_weight;    /* loss = (1-w) L1 + w (1-SSIM) */
   float depth_weight;   /* + w * mean |depth - alpha d| / d over known depths */
   float opacity_reg, scale_reg; /* + reg * sigmoid(o), + reg * scale / (z of the nearest pair), visible Gaussians only */

@@ -40,7 +40,7 @@ static void read_parameters(spl_ctx& c, int row, int64_t i, float* x) {
 // values(i, x) for all i in [first, n) that which(i) names; n exist. All of a block are read before one of them is written.
 template <class Which, class Values> static void set_parameters(spl_ctx& c, int row, int64_t first, int64_t n, Which&& which, Values&& values) {
   const int K = elements(c, row);
-  float x[SPL_OPT_BLOCK * 48] = {};
+  float x[SPL_OPT_BLOCK * 4] = {};
   for (int64_t begin = first / SPL_OPT_BLOCK * SPL_OPT_BLOCK; begin < n; begin += SPL_OPT_BLOCK) {
     const int lanes = (int)std::min<int64_t>(SPL_OPT_BLOCK, n - begin);
     uint8_t changed[SPL_OPT_BLOCK] = {};

@@ -67,6 +67,7 @@ static void append_codes(spl_ctx& c, const Source& s) {
 // Rows of zeros behind the first c.n, but for coded parameters, which encode_new writes.
 void clear_new(spl_ctx& c, int64_t n) {
   for (int r = 0; r < SPL_N_MAP_ROWS; ++r) {
+    if (!c.item_bytes(r)) continue;
     if (!c.info(r).coded) check(cudaMemsetAsync(c.row<uint8_t>(r) + c.n * c.item_bytes(r), 0, n * c.item_bytes(r), c.stream), "clearing new Gaussians");
     else if (r > R_SH) clear_codes(c, r, c.n, n);
   }

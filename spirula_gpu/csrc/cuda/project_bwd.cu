@@ -109,7 +109,7 @@ template <int D, class S> __device__ __forceinline__ void begin_bands(const Work
   const int me = threadIdx.x;
   const AdamStep a = {w.o.h.beta1, w.o.h.beta2, w.o.h.eps, s.c1[me], s.c2[me]};
   float* at = w.v.sh + gi * w.bands;
-  float v[D + 1];
+  alignas(16) float v[D + 1];
   if (D == 3) *(float4*)v = *(const float4*)at; else for (int l = 0; l <= D; ++l) v[l] = at[l];
 #pragma unroll
   for (int l = 0; l <= D; ++l) s.rate[l][me] = adam_band(v[l], squares[l], l, l ? w.o.h.lr_sh_rest : w.o.h.lr_sh0, a);
