@@ -67,15 +67,8 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
                  extra: dict | None = None, mesh: bool = True, map_file: str = "map.ply") -> str:
     """Saves the map, measures the held-out frames and writes everything else. Returns one sentence about the outcome. Raises InputError that says what
     is written when something cannot be, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
-    out, written = prepare_folder(out), []
-    ask = ask or (lambda name, *args: mapper.command(name, *args).result())
-
-    def write(name: str, make: Callable[..., Any], *args: Any) -> None:
-        try:
-            make(out / name, *args)
-        except OSError as error:
-            raise InputError(f"cannot write {out / name}: {error.strerror}; {', '.join(written) or 'nothing'} is written there") from None
-        written.append(name)
+    out = prepare_folder(out)
+    ask, write = ask or (lambda name, *args: mapper.command(name, *args).result()), Written(out).write
     saved = lambda command: lambda path: _through_temporary(path, lambda temporary: ask(command, temporary))
     if mapper.status().gaussians:   # first what cannot be made again
         write(map_file, saved("save_map"))
@@ -92,6 +85,21 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
     if report["gaussians"] and mesh:
         write("mesh.ply", saved("mesh"))
     return sentence(report, out)
+
+
+class Written:
+    """What has been written into a run's folder so far."""
+
+    def __init__(self, out: Path):
+        self._out, self._names = out, []
+
+    def write(self, name: str, make: Callable[..., Any], *args: Any) -> None:
+        """make(path, *args). Raises InputError that says what is written when this cannot be."""
+        try:
+            make(self._out / name, *args)
+        except OSError as error:
+            raise InputError(f"cannot write {self._out / name}: {error.strerror}; {', '.join(self._names) or 'nothing'} is written there") from None
+        self._names.append(name)
 
 
 def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: dict) -> dict:
@@ -121,15 +129,20 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "timing": timing,
         **extra,
     }
-    return _without_nan(report)
+    return without_nan(report)
 
 
 def sentence(report: dict, out: Path) -> str:
-    psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
     frames = report["frames"]
     why = f" ({report['hint']})" if report["hint"] else ""
     return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps{too_few(report)}; frames {frames['in']} in, {frames['used']} used, "
-            f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames{cut_short(report)}; {out}/report.json")
+            f"{sum(frames['dropped'].values())} dropped; {described(report)}{cut_short(report)}; {out}/report.json")
+
+
+def described(report: dict) -> str:
+    """The held-out figures."""
+    psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
+    return f"held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames"
 
 
 def too_few(report: dict) -> str:
@@ -222,12 +235,12 @@ def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no NaN and no infinity: null."""
     if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
+        return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(v) for v in value]
+        return [without_nan(v) for v in value]
     if isinstance(value, (float, np.floating)):
         return float(value) if math.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value

@@ -452,7 +452,7 @@ def test_false_color_is_black_without_error_and_saturates():
 
 
 def test_json_has_no_nan():
-    assert report._without_nan({"a": [math.nan, math.inf, np.float32(1.5)], "b": (np.int64(3), True, "x")}) == {"a": [None, None, 1.5], "b": [3, True, "x"]}
+    assert report.without_nan({"a": [math.nan, math.inf, np.float32(1.5)], "b": (np.int64(3), True, "x")}) == {"a": [None, None, 1.5], "b": [3, True, "x"]}
 
 
 # ---- progress ------------------------------------------------------------------------------------------------------------
@@ -461,8 +461,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(room, tmp_path, mon
     class Terminal(io.StringIO):
         def isatty(self):
             return True
-    monkeypatch.setattr("spirula_ros.replay.Progress.LINE_S", 0.0)
-    monkeypatch.setattr("spirula_ros.replay.Progress.BAR_S", 0.0)
+    monkeypatch.setattr("spirula_ros.progress.Progress.LINE_S", 0.0)
+    monkeypatch.setattr("spirula_ros.progress.Progress.BAR_S", 0.0)
     lines, bar = io.StringIO(), Terminal()
     run(room, tmp_path / "a", screen=lines)
     run(room, tmp_path / "b", screen=bar)
