@@ -114,7 +114,7 @@ class Version(argparse.Action):
 
 def add_replay(commands) -> None:
     p = _parser(commands.add_parser, "replay", help="map a recording", epilog=REPLAY_EXAMPLES,
-                description="Maps a rosbag2 recording (mcap or sqlite3) and writes report.json, renders/, compare.png, map.ply, poses.txt and mesh.ply.")
+                description="Maps a rosbag2 recording (mcap or sqlite3) and writes report.html, report.json, renders/, compare.png, map.ply, poses.txt and mesh.ply.")
     p.add_argument("bag", metavar="BAG", help="rosbag2 directory, .mcap or .db3 file")
     p.add_argument("--out", metavar="DIR", default="spirula_out", help="where the results go (default: %(default)s)")
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="engine (default: auto)")
@@ -172,7 +172,7 @@ def run_replay(args) -> None:
 
 def add_train(commands) -> None:
     p = _parser(commands.add_parser, "train", help="a map from a COLMAP project or an RGB-D folder, without ROS", epilog=TRAIN_EXAMPLES,
-                description="Trains offline, all images at once, and writes map.ply, report.json, compare.png, renders/, poses.txt and cameras/ (COLMAP, text). DATA is a COLMAP project "
+                description="Trains offline, all images at once, and writes map.ply, report.html, report.json, compare.png, renders/, poses.txt and cameras/ (COLMAP, text). DATA is a COLMAP project "
                 "with undistorted images (images/, sparse/0/), a 7-Scenes or TUM folder, or a packed scene (.npz). Ctrl-C ends it with what is there.")
     p.add_argument("data", metavar="DATA")
     p.add_argument("out", metavar="OUT", help="the folder of the results")

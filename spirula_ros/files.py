@@ -257,7 +257,7 @@ def _report(path: str) -> str:
         what, said = f"{path}: results of {kind}", (trained if "data" in report else replayed).sentence(report, Path(path).parent)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path}: a .json that is no report of a replay or training; {READS}") from None
-    beside = [p for p in sorted(Path(path).parent.iterdir()) if p.name.endswith((".ply", ".spz", ".splat", ".txt", ".png", ".log"))]
+    beside = [p for p in sorted(Path(path).parent.iterdir()) if p.name.endswith((".ply", ".spz", ".splat", ".txt", ".png", ".html", ".log"))]
     return "\n".join([what, said, *(f"  {p}  {p.stat().st_size:,} bytes" for p in beside)])
 
 

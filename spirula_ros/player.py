@@ -25,6 +25,7 @@ from .node_process import NodeError, NodeProcess
 from .progress import Progress, StopRequest
 from .replay import IMAGE_KINDS, intake_config_for, overrides_for, watching, with_source
 from .report import check_out, cut_short, prepare_folder, remove_results
+from .report_page import write_page
 
 DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
 COMPANION_GRACE_S = 0.3  # an image that waits in the node so long waits for a message that comes later in the recording
@@ -60,6 +61,7 @@ def replay_via_ros(args) -> None:
     report = complete_report(out / "report.json", {
         "bag": Path(args.bag).name, "mode": "via-ros, " + ("lossless" if args.lossless else f"rate {args.rate:g}"), "topics": topics.chosen(),
         "images_sent": link.images_sent, "images": images, "stopped_early": stopped_early, "bag_problem": problem, "config": values_of(settings.config)})
+    write_page(out / "report.html", report, sentence + cut_short(report))
     print(sentence + cut_short(report))
     if not report["frames"]["used"]:
         raise InputError(f"{args.bag}: not one frame could be used: {report['frames']['dropped'] or 'no image arrived'}\n{node.tail()}")

@@ -1,4 +1,4 @@
-"""What a run leaves behind: report.json, renders/<stamp_ns>.png of the held-out frames, compare.png, the map, poses.txt, mesh.ply.
+"""What a run leaves behind: report.json, renders/<stamp_ns>.png of the held-out frames, compare.png, report.html, the map, poses.txt, mesh.ply.
 
 The same for `spirula replay`, in one process or through topics. Every file appears whole or not at all. report.json holds wall-clock
 values (and the process's own memory) under `seconds` and `timing` only, so that two runs that did the same are equal elsewhere.
@@ -18,6 +18,7 @@ from spirula_gpu.config import Config
 from spirula_gpu.ply import write_atomically
 
 from .errors import InputError
+from .report_page import write_page
 from .share import version
 
 COMPARE_FRAMES = 4
@@ -42,7 +43,7 @@ def prepare_folder(out: str | Path) -> Path:
 
 def results(out: str | Path, map_file: str, mesh: bool) -> list[Path]:
     """The files that a run writes there, but renders/."""
-    return [Path(out) / name for name in ("report.json", "compare.png", "poses.txt", map_file, *(["mesh.ply"] if mesh else []))]
+    return [Path(out) / name for name in ("report.json", "compare.png", "report.html", "poses.txt", map_file, *(["mesh.ply"] if mesh else []))]
 
 
 def check_out(out: str | Path, bag: str | Path, map_file: str, mesh: bool, config: Config) -> None:
@@ -84,7 +85,8 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
         write("compare.png", write_png, compare_picture(held_out))
     if report["gaussians"] and mesh:
         write("mesh.ply", saved("mesh"))
-    return sentence(report, out)
+    write("report.html", write_page, report, said := sentence(report, out))
+    return said
 
 
 class Written:

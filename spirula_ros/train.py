@@ -20,6 +20,7 @@ from .arguments import EXPORTS
 from .errors import InputError
 from .progress import Progress, StopRequest
 from .report import Written, compare_picture, described, prepare_folder, without_nan, write_png, write_renders
+from .report_page import write_page
 from .scenes import read_scene
 from .settings import read_assignments
 from .share import version
@@ -101,7 +102,7 @@ def check_out(options: TrainOptions) -> None:
 
 def remove_earlier(out: Path) -> None:
     """What an earlier run left there: beside this one's report it would be taken for its own."""
-    for name in ("report.json", "compare.png", "poses.txt", *(f"map.{suffix}" for suffix in EXPORTS)):
+    for name in ("report.json", "compare.png", "report.html", "poses.txt", *(f"map.{suffix}" for suffix in EXPORTS)):
         (out / name).unlink(missing_ok=True)
     write_renders(out / "renders", [])
 
@@ -181,6 +182,7 @@ def write_results(out: Path, options: TrainOptions, run: OfflineRun, scene: Scen
     files.write("renders", write_renders, held_out)
     if held_out:
         files.write("compare.png", write_png, compare_picture(held_out))
+    files.write("report.html", write_page, report, sentence(report, out))
 
 
 def sentence(report: dict, out: Path) -> str:

@@ -164,7 +164,7 @@ def test_files(room, tmp_path):
     assert len(names) == 5 and {p.name for p in (out / "renders").iterdir()} == names | {"mine.png"}  # 17.png: of an earlier run
     held = mapper.held_out[0]
     assert np.array_equal(cv2.imread(str(out / "renders" / f"{held.stamp_ns}.png"))[..., ::-1], 255 - held.rgb)
-    assert {p.name for p in out.iterdir()} == {"report.json", "renders", "map.ply", "poses.txt", "mesh.ply", "compare.png"}
+    assert {p.name for p in out.iterdir()} == {"report.json", "report.html", "renders", "map.ply", "poses.txt", "mesh.ply", "compare.png"}
 
 
 def test_no_mesh_no_holdout(room, tmp_path):
@@ -352,7 +352,7 @@ def test_a_report_that_fails_loses_neither_map_nor_checkpoint(room, tmp_path, mo
 def test_results_of_an_earlier_run_do_not_stay_beside_the_new_report(room, tmp_path):
     out = tmp_path / "out"
     (out / "renders").mkdir(parents=True)
-    stale, kept = ["report.json", "compare.png", "map.ply", "mesh.ply", "renders/123.png"], ["notes.txt", "renders/mine.png", "map.ckpt"]
+    stale, kept = ["report.json", "report.html", "compare.png", "map.ply", "mesh.ply", "renders/123.png"], ["notes.txt", "renders/mine.png", "map.ckpt"]
     for name in stale + kept:
         (out / name).write_text("of an earlier run")
 

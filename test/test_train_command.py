@@ -58,7 +58,7 @@ def refused(capsys, *words) -> str:
 def test_a_colmap_project_becomes_a_map_with_its_report(project, capsys):
     import pycolmap
     report, said = trained(capsys, project, "out", "--eval", "0,30")
-    assert {p.name for p in Path("out").iterdir()} == {"map.ply", "report.json", "compare.png", "renders", "poses.txt", "cameras"}
+    assert {p.name for p in Path("out").iterdir()} == {"map.ply", "report.json", "report.html", "compare.png", "renders", "poses.txt", "cameras"}
     assert (report["data"], report["images"], report["width"], report["steps"], report["stopped_early"]) == ("project", 21, 48, 60, "")
     assert [p["step"] for p in report["curve"]] == [0, 30, 60] and report["curve"][2]["psnr"] > report["curve"][0]["psnr"] + 2
     assert report["heldout_psnr"] == report["curve"][2]["psnr"] == pytest.approx(np.mean([h["psnr"] for h in report["heldout"]]))
@@ -98,7 +98,7 @@ def test_a_later_run_leaves_nothing_of_an_earlier_one(packed, capsys):
     trained(capsys, packed, "out")
     Path("out/notes.txt").write_text("mine")
     report, said = trained(capsys, packed, "out", "--hold-out", "0", "--export", "spz", "--size", "24x18")
-    assert {p.name for p in Path("out").iterdir()} == {"map.spz", "report.json", "renders", "poses.txt", "cameras", "notes.txt"}
+    assert {p.name for p in Path("out").iterdir()} == {"map.spz", "report.json", "report.html", "renders", "poses.txt", "cameras", "notes.txt"}
     assert not list(Path("out/renders").iterdir()) and (report["images"], report["width"], report["heldout"]) == (24, 24, [])
     assert report["heldout_psnr"] is None and "held-out PSNR n/a dB" in said
 
