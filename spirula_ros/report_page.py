@@ -24,7 +24,8 @@ td:first-child{color:#666}svg text{font-size:12px;fill:currentColor}.note{border
 
 
 def write_page(path: Path, report: dict, sentence: str) -> None:
-    """report: of a replay, a node or a training, as in report.json; sentence: about its outcome. The picture is the compare.png beside `path`, when there is one. Raises OSError."""
+    """report: of a replay, a node or a training, as in report.json; sentence: about its outcome. The picture is the compare.png beside `path`, when there is
+    one. Raises OSError."""
     write_atomically(path, page(report, sentence, path.with_name("compare.png")).encode())
 
 
@@ -52,9 +53,11 @@ def figures(report: dict) -> list[tuple[str, str]]:
     """What the table at the top says."""
     number = lambda x, form, unit="": "n/a" if x is None else f"{x:{form}}{unit}"
     rows = [("held-out PSNR", number(report["heldout_psnr"], ".2f", " dB")), (".. colour-corrected", number(report["heldout_cc_psnr"], ".2f", " dB")),
-            ("held-out SSIM", number(report["heldout_ssim"], ".4f")), ("Gaussians", f"{report['gaussians']:,}"), ("steps", f"{report['steps']:,} of {report['steps_due']:,} due")]
+            ("held-out SSIM", number(report["heldout_ssim"], ".4f")), ("Gaussians", f"{report['gaussians']:,}"),
+            ("steps", f"{report['steps']:,} of {report['steps_due']:,} due")]
     if "frames" in report:
         dropped = ", ".join(f"{n} {reason}" for reason, n in report["frames"]["dropped"].items())
+        rows.append(("mode", report.get("mode", "live")))
         rows.append(("frames", f"{report['frames']['in']} in, {report['frames']['used']} used" + (f", dropped: {dropped}" if dropped else "")))
     else:
         rows.append(("images", f"{report['images']} trained on, {len(report['heldout'])} held out, {report['width']}x{report['height']}"))
@@ -87,7 +90,8 @@ def chart(points: list[tuple[float, float | None]], unit: str) -> str:
     marks.append(f'<text x="{WIDTH - 24}" y="{HEIGHT - 3}" text-anchor="end" class="unit">{unit}</text>')
     line = " ".join(f"{right(x):.1f},{down(y):.1f}" for x, y in points)
     dots = "".join(f'<circle cx="{right(x):.1f}" cy="{down(y):.1f}" r="3" fill="{LINE}"><title>{x:g}: {y:.2f}</title></circle>' for x, y in points)
-    return f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(marks)}<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="1.5"/>{dots}</svg>'
+    return (f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(marks)}'
+            f'<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="1.5"/>{dots}</svg>')
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -103,5 +107,6 @@ def bars(vram: dict[str, int]) -> str:
     shown = [(name, n) for name, n in vram.items() if n]
     largest = max((n for _, n in shown), default=1)
     rows = [f'<rect x="110" y="{24 * i + 4}" width="{max(BAR * n / largest, 1):.1f}" height="15" rx="3" fill="{COLORS[name]}"/>'
-            f'<text x="100" y="{24 * i + 16}" text-anchor="end">{html.escape(name)}</text><text x="{118 + BAR * n / largest:.1f}" y="{24 * i + 16}">{mib(n)}</text>' for i, (name, n) in enumerate(shown)]
+            f'<text x="100" y="{24 * i + 16}" text-anchor="end">{html.escape(name)}</text>'
+            f'<text x="{118 + BAR * n / largest:.1f}" y="{24 * i + 16}">{mib(n)}</text>' for i, (name, n) in enumerate(shown)]
     return f'<svg width="{BAR + 220}" height="{24 * len(shown)}" viewBox="0 0 {BAR + 220} {24 * len(shown)}">{"".join(rows)}</svg>'

@@ -61,8 +61,8 @@ def list_parameters() -> str:
 
 
 def train(options: TrainOptions, config: OfflineConfig, screen: TextIO | None = None) -> str:
-    """Runs it, writes the results and returns one sentence about them. Raises InputError, and NativeError when the engine cannot start; when it refuses on the way,
-    what is there is written first."""
+    """Runs it, writes the results and returns one sentence about them. Raises InputError, and NativeError when the engine cannot start; when it
+    refuses on the way, what is there is written first."""
     screen, last = screen or sys.stderr, config.schedule.max_steps
     if beyond := [mark for mark in options.measure_at if mark > last]:
         raise InputError(f"--eval {beyond[0]} is beyond the last step: 0..{last} (--steps)")
@@ -189,5 +189,5 @@ def sentence(report: dict, out: Path) -> str:
     """One line about a report of `compose`."""
     timing, due = report["timing"], report["steps_due"]
     of, why = "" if report["steps"] == due else f" of {due}", f"; {report['stopped_early']}" if report["stopped_early"] == "interrupted" else ""
-    return (f"{report['gaussians']} Gaussians, {report['steps']} steps{of} in {timing['train_s']:.0f} s ({timing['ms_per_step']:.2f} ms each) on {report['images']} images; "
-            f"{described(report)}{why}; {out}/report.json")
+    return (f"{report['gaussians']} Gaussians, {report['steps']} steps{of} in {timing['train_s']:.0f} s ({timing['ms_per_step']:.2f} ms each) "
+            f"on {report['images']} images; {described(report)}{why}; {out}/report.json")

@@ -169,7 +169,7 @@ def test_files(room, tmp_path):
 
 def test_no_mesh_no_holdout(room, tmp_path):
     mapper, found, _ = run(room, tmp_path / "out", holdout=0, mesh=False)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.json", "renders", "map.ply", "poses.txt"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.json", "report.html", "renders", "map.ply", "poses.txt"}
     assert found["heldout_psnr"] is None and found["heldout"] == []
 
 
