@@ -7,14 +7,15 @@ from typing import Callable
 
 import cv2
 import numpy as np
-from tqdm import tqdm
 
 from spirula_gpu.dataset import MM_PER_M, Scene, SceneError, read_colmap
 
 from . import rgbd
 from .errors import InputError
+from .progress import Progress
 
 KINDS = "a COLMAP project (images/ and sparse/0/), a folder of 7-Scenes (frame-NNNNNN.color.jpg|png ..) or TUM (rgb.txt ..), or a packed scene (.npz)"
+PNG_LEVEL = 1  # of depth: 9 takes 36 times as long (0.44 s for 640x480) for 27 % fewer bytes
 
 
 def read_scene(data: str, *, say: Callable[[str], None] = print, **rig) -> Scene:
@@ -47,10 +48,12 @@ def read_rgbd(root: Path, *, intrinsics: tuple[float, ...] | None = None, color_
     items = rgbd.read_items(root, layout, say=say)
     rig = rgbd.find_rig(root, layout, items[0], intrinsics, color_f, color_intrinsics, color_offset)
     depths, poses = [], []
-    for item in tqdm(items, "reading depth", unit="image", delay=1, disable=None, file=sys.stderr):
-        _, depth_m, T_world_color = rgbd.read_frame(item, rig, rgbd.UNITS_PER_M[layout])
-        mm = np.round(depth_m * MM_PER_M)
-        depths.append(cv2.imencode(".png", np.where(mm <= 65534, mm, 0).astype(np.uint16), [cv2.IMWRITE_PNG_COMPRESSION, 9])[1].tobytes())
-        poses.append(T_world_color)
+    with Progress(len(items), sys.stderr, lambda: f"{len(poses)}/{len(items)} images read") as progress:
+        for item in items:
+            _, depth_m, T_world_color = rgbd.read_frame(item, rig, rgbd.UNITS_PER_M[layout])
+            mm = np.round(depth_m * MM_PER_M)
+            depths.append(cv2.imencode(".png", np.where(mm <= 65534, mm, 0).astype(np.uint16), [cv2.IMWRITE_PNG_COMPRESSION, PNG_LEVEL])[1].tobytes())
+            poses.append(T_world_color)
+            progress.show(1)
     return Scene(tuple(item.color.name for item in items), (rig.color,) * len(items), np.array(poses),
                  tuple(item.color.read_bytes() for item in items), tuple(depths))
