@@ -11,17 +11,19 @@ import datetime
 import json
 import os
 import sys
-import zipfile
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from reading import device, read_scene, settings
+from reading import device, settings
 from spirula_gpu.config import replaced, rows
-from spirula_gpu.native import PRECISIONS, NativeError
-from spirula_gpu.offline import OfflineConfig, OfflineRun, TrainingSet
+from spirula_gpu.native import NativeError
+from spirula_gpu.offline import OfflineConfig, OfflineRun, TrainingSet, check_words
 from spirula_gpu.ply import check_path
+from spirula_ros.arguments import numbers
+from spirula_ros.scenes import read_scene
+from spirula_ros.train import list_parameters
 
 
 def variants(args) -> dict[str, OfflineConfig]:
@@ -30,8 +32,7 @@ def variants(args) -> dict[str, OfflineConfig]:
     parsed = [settings(v) if isinstance(v, str) else v for v in args.variant + read_sweep(args.sweep)] or [{}]
     found = {",".join(f"{k}={v}" for k, v in values.items()) or "base": replaced(base, values) for values in parsed}
     for config in found.values():
-        if config.engine.precision not in PRECISIONS:
-            raise ValueError(f"engine.precision = '{config.engine.precision}': must be {' or '.join(PRECISIONS)}")
+        check_words(config)
     return found
 
 
@@ -81,17 +82,12 @@ def write_renders(run: OfflineRun, folder: Path) -> None:
         cv2.imwrite(str(folder / f"{Path(f.frame_id).stem}.png"), both[..., ::-1])
 
 
-def list_parameters() -> None:
-    for name, value, f in rows(OfflineConfig()):
-        print(f"{name} = {value} {f.metadata['unit']}  [{f.metadata['low']}, {f.metadata['high']}]  {f.metadata['help']}")
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="?", help="COLMAP project, 7-Scenes or TUM folder, or .npz of --pack")
     parser.add_argument("--size", help="train at WxH, smaller than the images")
     parser.add_argument("--color-f", type=float, help="focal length of the colour camera, where it is not the depth camera's")
-    parser.add_argument("--color-offset", default="0 0 0", type=offset, metavar="'x y z'", help="X_color = X_depth + this, m")
+    parser.add_argument("--color-offset", default=(0.0, 0.0, 0.0), type=numbers(3), metavar="'x y z'", help="X_color = X_depth + this, m")
     parser.add_argument("--eval", help="steps to measure at, e.g. 1000,3500,7000; default: the last one")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of every run")
     parser.add_argument("--variant", action="append", default=[], metavar="A=1,B=2", help="one more run with these parameters")
@@ -107,25 +103,14 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def offset(text: str) -> tuple[float, ...]:
-    try:
-        x, y, z = map(float, text.split())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}': three numbers are needed, like '-0.025 0 0'") from None
-    return x, y, z
-
-
 def main() -> None:
     args = arguments()
     if args.list:
-        return list_parameters()
+        return print(list_parameters())
     check_path("--out", args.out or "")
     check_path("--pack", args.pack or "")
     runs = [(name, config, marks_of(args.eval, config)) for name, config in variants(args).items()]  # bad words end it before the scene is read
-    try:
-        scene = read_scene(args.data, args.color_f, args.color_offset)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{args.data}: not a scene that --pack wrote: {error}") from None
+    scene = read_scene(args.data, color_f=args.color_f, color_offset=args.color_offset)
     if args.pack:
         scene.save(args.pack)
         return print(f"{args.pack}: {len(scene.names)} images, {Path(args.pack).stat().st_size / 2**20:.1f} MiB")

@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from disturb import Disturbance, disturbed
-from reading import device, read_scene, settings
+from reading import device, settings
 from spirula_gpu import Config, Frame, Mapper
 from spirula_gpu.config import replaced
 from spirula_gpu.output import HeldOut
+from spirula_ros.scenes import read_scene
 from watched import WatchedMapper
 
 FIRST_STAMP_NS = 1_000_000_000
@@ -192,7 +193,9 @@ def source(case: Case, args) -> tuple[str, Set]:
     packed, folder = (Path(args.root) / name for name in (f"{case.set}.npz", SETS[case.set].folder))
     if not (packed.is_file() or folder.is_dir()):
         raise ValueError(f"--root {args.root}: neither {packed.name} nor {folder.name} is there")
-    return str(packed if packed.is_file() else folder), SETS[case.set]
+    if packed.is_file():
+        return str(packed), replace(SETS[case.set], color_f=None, color_offset=(0.0, 0.0, 0.0))  # its depth is registered
+    return str(folder), SETS[case.set]
 
 
 def run_case(name: str, case: Case, args, seeds: list[int]) -> dict:
@@ -201,7 +204,7 @@ def run_case(name: str, case: Case, args, seeds: list[int]) -> dict:
     rate = args.rate or from_set.rate
     if not rate:
         raise ValueError("--rate: frames a second of the recording, e.g. 7.5")
-    true = stamped(read_scene(path, from_set.color_f, from_set.color_offset).frames(size), rate)
+    true = stamped(read_scene(path, color_f=from_set.color_f, color_offset=from_set.color_offset).frames(size), rate)
     seconds = args.refine_seconds if args.refine_seconds is not None else 0.0 if args.refine_steps or args.lossless else case.refine_s
     pace = Pace(rate, args.lossless, seconds, args.refine_steps)
     told = {"eval.period_s": 0, **case.settings, **settings(",".join(args.set))}

@@ -5,6 +5,7 @@ A `Scene` holds the images as their files hold them, so that it packs into littl
 from __future__ import annotations
 
 import os
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from .camera import Camera, Frame
 
-HOLDOUT_EVERY, HOLDOUT_OFFSET = 8, 4  # frames with index % 8 == 4, in the order of their names, only measure
+HOLDOUT_EVERY = 8  # of so many frames, in the order of their names, the one in the middle only measures: index % 8 == 4
 MM_PER_M = 1000
 
 
@@ -40,17 +41,18 @@ class Scene:
 
     @property
     def extent(self) -> float:
-        """1.1 times the largest distance of a camera from their mean: gsplat's scene_scale, in world units."""
+        """1.1 times the largest distance of a camera from their mean: gsplat's scene_scale, in world units. 0 where they differ by rounding alone."""
         at = self.T_world_cam[:, :3, 3]
-        return 1.1 * float(np.linalg.norm(at - at.mean(0), axis=1).max())
+        radius = float(np.linalg.norm(at - at.mean(0), axis=1).max())
+        return 1.1 * radius if radius > 1e-9 * np.abs(at).max() else 0.0
 
-    def frames(self, size: tuple[int, int] | None = None) -> list[Frame]:
-        """Decoded, at `size` (width, height) or as they are; `stamp_ns` is the index. Images shrink by the mean over the area of a new pixel,
+    def frames(self, size: tuple[int, int] | None = None, holdout_every: int = HOLDOUT_EVERY) -> list[Frame]:
+        """Decoded, at `size` (width, height) or as they are; `stamp_ns` is the index; holdout_every 0: none is held out. Images shrink by the mean over the area of a new pixel,
         depth takes the sample at its centre, intrinsics follow. Raises SceneError on a bad image or one that would have to grow."""
         with ThreadPoolExecutor() as pool:  # OpenCV lets go of the interpreter
-            return list(pool.map(lambda i: self._frame(i, size), range(len(self.names))))
+            return list(pool.map(lambda i: self._frame(i, size, holdout_every), range(len(self.names))))
 
-    def _frame(self, i: int, size: tuple[int, int] | None) -> Frame:
+    def _frame(self, i: int, size: tuple[int, int] | None, holdout_every: int = HOLDOUT_EVERY) -> Frame:
         camera, name = self.cameras[i], self.names[i]
         rgb = self._decoded(self.images[i], cv2.IMREAD_COLOR, camera, name)[..., ::-1]
         depth_m = None
@@ -62,7 +64,11 @@ class Scene:
             rgb = cv2.resize(rgb, size, interpolation=cv2.INTER_AREA)
             depth_m = None if depth_m is None else _sampled(depth_m, *size)
             camera = camera.resized(*size)
-        return Frame(i, camera, self.T_world_cam[i], np.ascontiguousarray(rgb), depth_m, i % HOLDOUT_EVERY == HOLDOUT_OFFSET, name)
+        held_out = holdout_every > 0 and i % holdout_every == holdout_every // 2
+        try:
+            return Frame(i, camera, self.T_world_cam[i], np.ascontiguousarray(rgb), depth_m, held_out, name)
+        except ValueError as e:
+            raise SceneError(f"{name}: {e}") from None
 
     @staticmethod
     def _decoded(data: bytes, flags: int, camera: Camera, name: str) -> np.ndarray:
@@ -83,6 +89,14 @@ class Scene:
 
     @staticmethod
     def load(path: str | os.PathLike) -> "Scene":
+        """Raises SceneError on a file that `save` did not write whole, OSError."""
+        try:
+            return Scene._load(path)
+        except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as e:
+            raise SceneError(f"{path}: not a packed scene: {' '.join(str(e).split())}") from None
+
+    @staticmethod
+    def _load(path: str | os.PathLike) -> "Scene":
         with np.load(path) as z:
             names, ends, data = tuple(map(str, z["names"])), np.cumsum(z["sizes"]), z["bytes"].tobytes()
             blobs = tuple(data[end - size:end] for size, end in zip(z["sizes"], ends))
@@ -139,4 +153,7 @@ def _pinhole(camera) -> Camera:
     if camera.model.name not in ("PINHOLE", "SIMPLE_PINHOLE"):
         raise SceneError(f"camera {camera.camera_id} is {camera.model.name}: undistort the images first (colmap image_undistorter)")
     K = camera.calibration_matrix()
-    return Camera(camera.width, camera.height, K[0, 0], K[1, 1], K[0, 2], K[1, 2])
+    try:
+        return Camera(camera.width, camera.height, K[0, 0], K[1, 1], K[0, 2], K[1, 2])
+    except ValueError as e:
+        raise SceneError(f"camera {camera.camera_id}: {e}") from None

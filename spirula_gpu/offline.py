@@ -10,18 +10,22 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
 
 from .camera import Frame
-from .config import EngineConfig, InsertConfig, param
+from .config import EngineConfig, InsertConfig, param, rows
+from .dataset import SceneError
+from .formats import write_map
 from .metrics import cc_psnr, psnr, ssim
-from .native import Engine, Hyper, InsertParams, NativeError, view
+from .native import PRECISIONS, Engine, Hyper, InsertParams, NativeError, view
+from .output import HeldOut, whole_map
 from .splats import SH0
 from .strategy import GrowConfig, Growth
 
 ADAM_EPS = 1e-15
+AT_ONCE = 16  # held-out frames that are rendered before they are measured
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,16 @@ class OfflineConfig:
     grow: GrowConfig = GrowConfig()
 
 
+CHOICES = {"engine.backend": ("auto", "cpu", "cuda"), "engine.precision": tuple(PRECISIONS), "init.source": ("points", "insert")}
+
+
+def check_words(config: OfflineConfig) -> None:
+    """That rows of text have one of their words. Raises SceneError."""
+    for name, value, _ in rows(config):
+        if value not in CHOICES.get(name, (value,)):
+            raise SceneError(f"{name} = '{value}': must be {' or '.join(CHOICES[name])}")
+
+
 class Figures(NamedTuple):
     step: int
     psnr: float          # dB, mean over the held-out frames; renders are clipped to [0,1], not rounded
@@ -81,13 +95,13 @@ class Figures(NamedTuple):
 class TrainingSet:
     """Frames and, once a backend has asked for them, its targets: shared by the runs of a sweep.
 
-    extent: length that positions and their rates are relative to, world units; points [P,3], colors [P,3] uint8: may be empty."""
+    extent: length that positions and their rates are relative to, world units; points [P,3], colors [P,3] uint8: may be empty. Raises SceneError."""
 
     def __init__(self, frames: list[Frame], extent: float, points=np.empty((0, 3)), colors=np.empty((0, 3), np.uint8)):
         self.train = [f for f in frames if not f.held_out]
         self.held_out = [f for f in frames if f.held_out]
         if not self.train or not extent > 0:
-            raise ValueError(f"{len(self.train)} training frames, extent {extent}: both must be positive (cameras at one place have no extent)")
+            raise SceneError(f"{len(self.train)} training frames, extent {extent}: both must be positive (cameras at one place have no extent)")
         self.extent, self.points, self.colors = float(extent), np.asarray(points), np.asarray(colors)
         self._targets: dict[tuple[str, int, bool], list] = {}
 
@@ -97,7 +111,7 @@ class TrainingSet:
         if key not in self._targets:
             depths = [f.depth_m if depth else None for f in self.train]
             if depth and any(d is None for d in depths):
-                raise ValueError("schedule.depth_weight > 0, but not every training frame has depth")
+                raise SceneError("schedule.depth_weight > 0, but not every training frame has depth")
             put = _uploader(backend, device)
             self._targets[key] = [(put(f.rgb), None if d is None else put(d)) for f, d in zip(self.train, depths)]
         return self._targets[key]
@@ -113,11 +127,12 @@ def _uploader(backend: str, device: int):
 
 
 class OfflineRun:
-    """One training run. The caller decides when to measure; what happens at a step depends on its number alone."""
+    """One training run. The caller decides when to measure; what happens at a step depends on its number alone. Raises SceneError when it cannot begin."""
 
     def __init__(self, data: TrainingSet, config: OfflineConfig = OfflineConfig()):
+        check_words(config)
         e = config.engine
-        self.data, self.config, self.step, self.train_s = data, config, 0, 0.0
+        self.data, self.config, self.step, self.train_s, self.loss = data, config, 0, 0.0, float("nan")  # loss: of the newest step that was waited for
         self.engine = Engine(e.backend, sh_degree=e.sh_degree, max_gaussians=e.max_gaussians, budget_bytes=e.vram_budget_mb << 20, threads=e.threads,
                              device=e.device, arena_alias=e.arena_alias, arena_debug=e.arena_debug, precision=e.precision, antialiased=e.antialiased)
         self._rng = np.random.default_rng(e.seed)
@@ -134,23 +149,38 @@ class OfflineRun:
         self.engine.close()
 
     def train(self, until: int) -> None:
-        """Steps up to number `until`."""
+        """Steps up to number `until`. Raises NativeError when the engine refuses one; the map is then as the steps before have left it."""
         g, last_growth = self.config.grow, self.config.grow.stop * self.config.schedule.max_steps
         begin = time.perf_counter()
-        while self.step < until:
-            self._one_step(wait=self.step + 1 == until)
-            self.step += 1
-            if g.start <= self.step <= last_growth and self.step % g.every == 0:
-                self.growth.apply()
-        self.train_s += time.perf_counter() - begin
+        try:
+            while self.step < until:
+                self._one_step(wait=self.step + 1 == until)
+                self.step += 1
+                if g.start <= self.step <= last_growth and self.step % g.every == 0:
+                    self.growth.apply()
+        finally:
+            self.train_s += time.perf_counter() - begin
 
     def evaluate(self) -> Figures:
-        """Means over the held-out frames; NaN where there are none."""
-        with ThreadPoolExecutor() as pool:  # numpy and OpenCV let go of the interpreter
-            measured = list(pool.map(_measure, ((self.render(f), f.rgb) for f in self.data.held_out)))
-        means = np.mean(measured, axis=0) if measured else np.full(3, np.nan)
+        """The figures of now."""
+        return self.figures([(h.psnr, h.cc_psnr, h.ssim) for h in self.held_out()])
+
+    def figures(self, measured: Sequence[tuple[float, float, float]]) -> Figures:
+        """Of (psnr, cc_psnr, ssim) of each held-out frame; NaN where there are none."""
+        means = np.mean(measured, axis=0) if len(measured) else np.full(3, np.nan)
         image_bytes = sum(x.nbytes for pair in self._targets for x in pair if x is not None)
         return Figures(self.step, *map(float, means), len(self.engine), 1e3 * self.train_s / max(self.step, 1), self.engine.vram().total, image_bytes)
+
+    def held_out(self) -> Iterator[HeldOut]:
+        """Each held-out frame as the map shows it now. Measured are the renders themselves, clipped to [0,1], not the rounded ones that are handed out."""
+        frames = self.data.held_out
+        with ThreadPoolExecutor() as pool:  # numpy and OpenCV let go of the interpreter
+            for first in range(0, len(frames), AT_ONCE):
+                yield from pool.map(_measure, [(f, self.render(f)) for f in frames[first:first + AT_ONCE]])
+
+    def save(self, path: str) -> int:
+        """In the format that the suffix says (formats.py). Returns how many Gaussians. Raises FormatError, OSError."""
+        return write_map(path, whole_map(self.engine))
 
     def render(self, frame: Frame) -> np.ndarray:
         """The map from the frame's camera: [H,W,3] float32 in [0,1]."""
@@ -168,7 +198,9 @@ class OfflineRun:
         self._set_rates()
         self._views[i].sh_degree = self._degree()
         rgb, depth_m = self._targets[i]
-        self.engine.train_step(self._views[i], rgb, self._hyper, depth_m, wait=wait)
+        stats = self.engine.train_step(self._views[i], rgb, self._hyper, depth_m, wait=wait)
+        if wait:
+            self.loss = stats.loss
 
     def _degree(self) -> int:
         return min(self.engine.sh_degree, self.step // self.config.schedule.sh_interval_steps)
@@ -194,14 +226,12 @@ class OfflineRun:
 
     # ---- the first map ---------------------------------------------------------------------------------------------------
     def _begin(self) -> None:
-        if self.config.init.source not in ("points", "insert"):
-            raise ValueError(f"init.source = '{self.config.init.source}': must be points or insert")
         if self.config.init.source == "insert":
             self._begin_by_insertion()
         elif len((points := self._points())[0]):
             self._begin_with(*points)
         if not len(self.engine):
-            raise ValueError("no Gaussian to begin with: the scene has neither sparse points nor depth within insert.min_depth_m..max_depth_m")
+            raise SceneError("no Gaussian to begin with: the scene has neither sparse points nor depth within insert.min_depth_m..max_depth_m")
 
     def _points(self) -> tuple[np.ndarray, np.ndarray]:
         """At most init.points, and as many as the cap allows: [P,3] world, [P,3] uint8."""
@@ -228,7 +258,7 @@ class OfflineRun:
         for owner, k in enumerate(self._rng.permutation(len(frames))[:self.config.init.frames]):
             params = InsertParams(**asdict(self.config.insert), owner=owner, seed=self.config.engine.seed * 1_000_003 + owner)
             if frames[k].depth_m is None:
-                raise ValueError(f"init.source insert needs depth, and {frames[k].frame_id} has none")
+                raise SceneError(f"init.source insert needs depth, and {frames[k].frame_id} has none")
             try:
                 self.engine.insert(self._views[k], frames[k].rgb, frames[k].depth_m, params)
             except NativeError as e:
@@ -262,6 +292,7 @@ def neighbour_distance(points: np.ndarray) -> np.ndarray:
     return np.sqrt(np.square(near).mean(1)) if near.shape[1] else np.ones(len(points))
 
 
-def _measure(pair: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
-    image, truth = pair[0].astype(np.float64), pair[1] / 255.0
-    return psnr(image, truth), cc_psnr(image, truth), ssim(image, truth)
+def _measure(pair: tuple[Frame, np.ndarray]) -> HeldOut:
+    frame, render = pair
+    image, truth = render.astype(np.float64), frame.rgb / 255.0
+    return HeldOut(frame, (render * 255 + 0.5).astype(np.uint8), psnr(image, truth), ssim(image, truth), cc_psnr(image, truth))

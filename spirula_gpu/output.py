@@ -144,4 +144,9 @@ class Output:
         format_of(path)
         if not len(self._engine):
             raise ValueError(f"the map is empty; {path} was not touched")
-        return write_map(path, Splats(*(self._engine.read(f"map.{name}") for name in PARAMETERS), self._engine.antialiased))
+        return write_map(path, whole_map(self._engine))
+
+
+def whole_map(engine: Engine) -> Splats:
+    """A copy of every Gaussian."""
+    return Splats(*(engine.read(f"map.{name}") for name in PARAMETERS), engine.antialiased)

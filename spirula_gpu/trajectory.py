@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from typing import Iterable
+from typing import Iterable, Sequence
 
 import numpy as np
 from scipy.spatial.transform import Rotation
@@ -14,8 +14,8 @@ from .splats import FormatError
 Posed = tuple[int, Camera, np.ndarray]  # stamp_ns, camera, T_world_cam [4,4]; camera axes x right, y down, z forward
 
 
-def write_poses(path: str | os.PathLike, posed: Iterable[Posed]) -> int:
-    """`path` with .txt: TUM; without a suffix, or ending in /: a folder with a COLMAP model as text. Returns how many poses.
+def write_poses(path: str | os.PathLike, posed: Iterable[Posed], names: Sequence[str] | None = None) -> int:
+    """`path` with .txt: TUM; without a suffix, or ending in /: a folder with a COLMAP model as text, its images called `names` or <stamp_ns>.png. Returns how many poses.
     Raises FormatError for another suffix or no poses, OSError."""
     posed, path = list(posed), os.fspath(path)
     suffix = "" if path.endswith("/") else os.path.splitext(path)[1]
@@ -23,7 +23,10 @@ def write_poses(path: str | os.PathLike, posed: Iterable[Posed]) -> int:
         raise FormatError(f"{path}: poses are written to a .txt (TUM) or a folder (COLMAP), not to {suffix}")
     if not posed:
         raise FormatError(f"{path} was not touched: there are no poses")
-    (_write_tum if suffix else _write_colmap)(path, posed)
+    if suffix:
+        _write_tum(path, posed)
+    else:
+        _write_colmap(path, posed, names or [f"{stamp_ns}.png" for stamp_ns, _, _ in posed])
     return len(posed)
 
 
@@ -35,16 +38,16 @@ def _write_tum(path: str, posed: list[Posed]) -> None:
     write_atomically(path, ("\n".join(lines) + "\n").encode())
 
 
-def _write_colmap(folder: str, posed: list[Posed]) -> None:
-    """cameras.txt, images.txt (<stamp_ns>.png, world to camera) and a points3D.txt without points. COLMAP has the centre of the first pixel
+def _write_colmap(folder: str, posed: list[Posed], names: Sequence[str]) -> None:
+    """cameras.txt, images.txt (world to camera) and a points3D.txt without points. COLMAP has the centre of the first pixel
     at (0.5, 0.5), as Camera."""
     os.makedirs(folder, exist_ok=True)
     ids: dict[Camera, int] = {}
     images = ["# IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME, then a line of observations (none)"]
-    for n, (stamp_ns, camera, T) in enumerate(posed, 1):
+    for n, ((_, camera, T), name) in enumerate(zip(posed, names, strict=True), 1):
         T_cam_world = np.linalg.inv(T)
         q = np.roll(Rotation.from_matrix(T_cam_world[:3, :3]).as_quat(), 1)
-        images += [f"{n} {_numbers([*q, *T_cam_world[:3, 3]])} {ids.setdefault(camera, len(ids) + 1)} {stamp_ns}.png", ""]
+        images += [f"{n} {_numbers([*q, *T_cam_world[:3, 3]])} {ids.setdefault(camera, len(ids) + 1)} {name}", ""]
     cameras = ["# CAMERA_ID MODEL WIDTH HEIGHT fx fy cx cy", *(f"{id} PINHOLE {c.width} {c.height} {_numbers([c.fx, c.fy, c.cx, c.cy])}" for c, id in ids.items())]
     for name, lines in (("cameras", cameras), ("images", images), ("points3D", ["# no points"])):
         write_atomically(os.path.join(folder, f"{name}.txt"), ("\n".join(lines) + "\n").encode())

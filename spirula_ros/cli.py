@@ -5,6 +5,7 @@ import argparse
 import os
 import sys
 
+from .arguments import EXPORTS, count, mebibytes, not_negative, numbers, port, positive, size, step_numbers, whole
 from .doctor import add_doctor
 from .errors import InputError
 from .files import add_files
@@ -14,6 +15,7 @@ EXAMPLES = """examples:
   spirula replay room --lossless --out out         map it; report, pictures, .ply and mesh in out/
   spirula replay drive.mcap --backend cuda         a recording of your own, in real time
   spirula replay room --via-ros                    the same through real ROS 2 topics and the node
+  spirula train colmap_project out                 a map from photos and poses on the disk, trained offline
   spirula replay room --web                        .. and look at it in a browser meanwhile
   spirula view out/map.ply                         a map or mesh in a browser
   spirula info out/map.ply                         what a file holds: map, recording, checkpoint, mesh, poses
@@ -37,6 +39,11 @@ REPLAY_EXAMPLES = """examples:
   spirula replay room --lossless --holdout 8 --out out
   spirula replay drive --rate 0.5 --image-topic /front/image_raw --depth-topic /front/depth
   spirula replay room --config my.yaml --set train.steps_per_frame=40 --refine-seconds 30
+"""
+TRAIN_EXAMPLES = """examples:
+  spirula train colmap_desk out --size 953x535 --max-gaussians 300k --eval 1000,3500
+  spirula train redkitchen out --color-f 525 --color-offset "-0.025 0 0" --precision compact --export spz
+  spirula train colmap_desk out --steps 30000 --set schedule.lr_final=0.1
 """
 FORECAST_EXAMPLES = """examples:
   spirula forecast --gaussians 10e6 --size 1920x1080 --sh 3 --precision compact --vram-mb 8192
@@ -74,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     add_replay(commands)
+    add_train(commands)
     bag = commands.add_parser("bag", help="make or look at recordings").add_subparsers(metavar="COMMAND", required=True)
     add_from_rgbd(bag)
     add_from_colmap(bag)
@@ -109,7 +117,7 @@ class Version(argparse.Action):
 
 def add_replay(commands) -> None:
     p = _parser(commands.add_parser, "replay", help="map a recording", epilog=REPLAY_EXAMPLES,
-                description="Maps a rosbag2 recording (mcap or sqlite3) and writes report.json, renders/, compare.png, map.ply, poses.txt and mesh.ply.")
+                description="Maps a rosbag2 recording (mcap or sqlite3) and writes report.html, report.json, renders/, compare.png, map.ply, poses.txt and mesh.ply.")
     p.add_argument("bag", metavar="BAG", help="rosbag2 directory, .mcap or .db3 file")
     p.add_argument("--out", metavar="DIR", default="spirula_out", help="where the results go (default: %(default)s)")
     p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="engine (default: auto)")
@@ -163,6 +171,46 @@ def run_replay(args) -> None:
     print(replay(options, settings_from(args)))
 
 
+# ---- train -----------------------------------------------------------------------------------------------------------
+
+def add_train(commands) -> None:
+    p = _parser(commands.add_parser, "train", help="a map from a COLMAP project or an RGB-D folder, without ROS", epilog=TRAIN_EXAMPLES,
+                description="Trains offline, all images at once, and writes map.ply, report.html, report.json, compare.png, renders/, poses.txt and cameras/ (COLMAP, text). DATA is a COLMAP project "
+                "with undistorted images (images/, sparse/0/), a 7-Scenes or TUM folder, or a packed scene (.npz). Ctrl-C ends it with what is there.")
+    p.add_argument("data", metavar="DATA")
+    p.add_argument("out", metavar="OUT", help="the folder of the results")
+    p.add_argument("--steps", metavar="N", type=count(1), help="(default: 7000)")
+    p.add_argument("--size", metavar="WxH", type=size, help="shrink the images")
+    p.add_argument("--max-gaussians", metavar="N", type=count(1), help="the map never holds more (default: 400k)")
+    p.add_argument("--precision", choices=("full", "compact"), help="compact: less than half of the bytes (default: full)")
+    p.add_argument("--backend", choices=("auto", "cpu", "cuda"), help="engine (default: auto)")
+    p.add_argument("--set", metavar="NAME=VALUE", dest="assignments", action="append", default=[], help="one parameter; may be repeated")
+    p.add_argument("--list", action=Parameters, nargs=0, help="print every parameter and exit")
+    p.add_argument("--hold-out", "--holdout", metavar="N", type=whole(0), default=8, help="every N-th image only measures the map, 0 = none (default: 8)")
+    p.add_argument("--eval", metavar="N,N,..", type=step_numbers, default=(), help="steps to measure at, beside the last one")
+    p.add_argument("--export", choices=EXPORTS, default="ply", help="format of the map (default: ply)")
+    p.add_argument("--seed", metavar="N", type=whole(0), help="of every random choice (default: 0)")
+    p.add_argument("--threads", metavar="N", type=whole(0), help="CPU threads of the engine (default: 0 = all cores)")
+    add_rig(p.add_argument_group("folders of 7-Scenes and TUM"))
+    p.set_defaults(run=run_train)
+
+
+class Parameters(argparse.Action):
+    """Of `spirula train`."""
+
+    def __call__(self, parser, *_):
+        from .train import list_parameters
+        print(list_parameters(), flush=True)
+        parser.exit()
+
+
+def run_train(args) -> None:
+    from .train import TrainOptions, train, train_config
+    config = train_config({"schedule.max_steps": args.steps, "engine.max_gaussians": args.max_gaussians, "engine.precision": args.precision,
+                           "engine.backend": args.backend, "engine.seed": args.seed, "engine.threads": args.threads}, args.assignments)
+    print(train(TrainOptions(args.data, args.out, args.size, args.hold_out, args.eval, args.export, rig_from(args)), config))
+
+
 # ---- bag -------------------------------------------------------------------------------------------------------------
 
 def add_from_rgbd(commands) -> None:
@@ -174,11 +222,7 @@ def add_from_rgbd(commands) -> None:
     p.add_argument("--layout", choices=("auto", "7scenes", "tum"), default="auto")
     p.add_argument("--fps", metavar="F", type=positive, help="frames per second of a layout without stamps (default: 30)")
     p.add_argument("--size", metavar="WxH", type=size, help="shrink the images")
-    p.add_argument("--intrinsics", metavar="'fx fy cx cy'", type=numbers(4), help="of the depth images, in pixels (first pixel's centre at 0, 0)")
-    color = p.add_mutually_exclusive_group()
-    color.add_argument("--color-f", metavar="F", type=positive, help="focal length of a colour camera beside the depth camera, in pixels")
-    color.add_argument("--color-intrinsics", metavar="'fx fy cx cy'", type=numbers(4), help=".. or all its intrinsics")
-    p.add_argument("--color-offset", metavar="'x y z'", type=numbers(3), default=(0.0, 0.0, 0.0), help="X_color = X_depth + offset, metres")
+    add_rig(p)
     add_bag_options(p)
     p.add_argument("--lines", metavar="N", type=whole(2), help="instead of depth images: a PointCloud2 of N of their rows, as a lidar with N lines would send")
     p.add_argument("--max-frames", metavar="N", type=whole(1), help="only the first N")
@@ -187,8 +231,21 @@ def add_from_rgbd(commands) -> None:
 
 def run_from_rgbd(args) -> None:
     from .rgbd import make_bag
-    make_bag(args.folder, args.out, layout=args.layout, fps=args.fps, size=args.size, intrinsics=args.intrinsics, color_f=args.color_f,
-             color_intrinsics=args.color_intrinsics, color_offset=args.color_offset, storage=args.storage, max_frames=args.max_frames, lines=args.lines)
+    make_bag(args.folder, args.out, layout=args.layout, fps=args.fps, size=args.size, **rig_from(args), storage=args.storage,
+             max_frames=args.max_frames, lines=args.lines)
+
+
+def add_rig(p) -> None:
+    """The two cameras of an RGB-D folder."""
+    p.add_argument("--intrinsics", metavar="'fx fy cx cy'", type=numbers(4), help="of the depth images, in pixels (first pixel's centre at 0, 0)")
+    color = p.add_mutually_exclusive_group()
+    color.add_argument("--color-f", metavar="F", type=positive, help="focal length of a colour camera beside the depth camera, in pixels")
+    color.add_argument("--color-intrinsics", metavar="'fx fy cx cy'", type=numbers(4), help=".. or all its intrinsics")
+    p.add_argument("--color-offset", metavar="'x y z'", type=numbers(3), default=(0.0, 0.0, 0.0), help="X_color = X_depth + offset, metres")
+
+
+def rig_from(args) -> dict:
+    return {name: getattr(args, name) for name in ("intrinsics", "color_f", "color_intrinsics", "color_offset")}
 
 
 def add_from_colmap(commands) -> None:
@@ -309,81 +366,6 @@ def run_forecast(args) -> None:
         print(f"{args.vram_mb} MiB: about {n:,} Gaussians fit (without headroom; a growing map ends a little below)")
     elif args.vram_mb:
         print(f"{args.vram_mb} MiB: no map fits; these images need {least_budget(backend, **image):,} MiB or more")
-
-
-# ---- argument types --------------------------------------------------------------------------------------------------
-
-def positive(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' must be above 0")
-    return value
-
-
-def not_negative(text: str) -> float:
-    if not 0 <= (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' must be 0 or more")
-    return value
-
-
-def whole(low: int):
-    def whole_number(text: str) -> int:
-        if (value := int(text)) < low:
-            raise argparse.ArgumentTypeError(f"'{text}' must be {low} or more")
-        return value
-    return whole_number
-
-
-def port(text: str) -> int:
-    if not 0 <= (value := int(text)) <= 65535:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a port, 0 to 65535; 0 = any that is free")
-    return value
-
-
-def count(low: int):
-    def whole_count(text: str) -> int:
-        value = scaled(text, {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "": 1})
-        if not (low <= value < 2**32 and value == int(value)):
-            raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from {low} to {2**32 - 1}, like 500e3 or 10M")
-        return int(value)
-    return whole_count
-
-
-def mebibytes(text: str) -> int:
-    value = scaled(text, {"": 1, "mib": 1, "gib": 1024, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20})
-    if not 1 <= value < 2**40:
-        raise argparse.ArgumentTypeError(f"'{text}' must be 1 MiB or more, like 8192, 8GiB or 8GB")
-    return int(value)
-
-
-def scaled(text: str, units: dict[str, float]) -> float:
-    """A number with one of the units behind it, or NaN."""
-    number = text.strip().rstrip("".join(units).upper() + "".join(units))
-    try:
-        return float(number) * units[text.strip()[len(number):].lower()]
-    except (KeyError, ValueError):
-        return float("nan")
-
-
-def size(text: str) -> tuple[int, int]:
-    try:
-        width, height = (int(word) for word in text.lower().split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}': write it as 160x120") from None
-    if not (1 <= width <= 32767 and 1 <= height <= 32767):
-        raise argparse.ArgumentTypeError(f"'{text}': both must be 1..32767")
-    return width, height
-
-
-def numbers(count: int):
-    def several_numbers(text: str) -> tuple[float, ...]:
-        try:
-            values = tuple(float(word) for word in text.replace(",", " ").split())
-        except ValueError:
-            values = ()
-        if len(values) != count or not all(abs(v) < float("inf") for v in values):
-            raise argparse.ArgumentTypeError(f"'{text}': {count} numbers are needed")
-        return values
-    return several_numbers
 
 
 if __name__ == "__main__":

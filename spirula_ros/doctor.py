@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
+from .arguments import positive
+
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 NEEDED = ("numpy", "opencv-python", "PyYAML", "rosbags")
 OPTIONAL = {"torch": "rasterize() with autograd, images that are on the GPU", "open3d": "meshes: pip install open3d-cpu", "pycolmap": "COLMAP models: pip install pycolmap",
@@ -31,7 +33,6 @@ class Finding(NamedTuple):
 
 
 def add_doctor(commands) -> None:
-    from .cli import positive
     p = commands.add_parser("doctor", help="what this machine has, and a short self-test of the engine",
                             description="Exit status 0: mapping works here (warnings say what will be missing); 1: it does not, and the lines with FAIL say why.")
     p.add_argument("--seconds", metavar="S", type=positive, default=10.0, help="of the self-test (default: %(default)s)")

@@ -242,21 +242,22 @@ def _rgbd(path: str) -> str:
     from .rgbd import find_layout
     layout, root = find_layout(Path(path)), Path(path)
     n = len(list(root.glob("frame-*.color.*"))) if layout == "7scenes" else sum(not line.startswith("#") for line in (root / "rgb.txt").read_text().splitlines())
-    return f"{path}: folder of images with depth and poses ({layout}), {n:,} images\nmake a recording of it  spirula bag from-rgbd {path} OUT (--help: its options)"
+    return f"{path}: folder of images with depth and poses ({layout}), {n:,} images\ntrain a map of it       spirula train {path} OUT\nmake a recording of it  spirula bag from-rgbd {path} OUT (--help: its options)"
 
 
 def _report(path: str) -> str:
-    """Of a replay, and what lies beside it."""
+    """Of a replay or training, and what lies beside it."""
     import json
-    from .report import sentence
+    from . import report as replayed, train as trained
     try:
         with open(path, encoding="utf-8") as file:
             report = json.load(file)
-        what = f"{path}: results of a replay of '{report['bag']}' ({report['mode']}, {report['backend']})" if "bag" in report else f"{path}: results of a node ({report['backend']})"
-        said = sentence(report, Path(path).parent)
+        kind = f"a replay of '{report['bag']}' ({report['mode']}, {report['backend']})" if "bag" in report else \
+            f"the training of '{report['data']}' ({report['backend']})" if "data" in report else f"a node ({report['backend']})"
+        what, said = f"{path}: results of {kind}", (trained if "data" in report else replayed).sentence(report, Path(path).parent)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InputError(f"{path}: a .json that is no report of a replay; {READS}") from None
-    beside = [p for p in sorted(Path(path).parent.iterdir()) if p.name.endswith((".ply", ".spz", ".splat", ".txt", ".png", ".log"))]
+        raise InputError(f"{path}: a .json that is no report of a replay or training; {READS}") from None
+    beside = [p for p in sorted(Path(path).parent.iterdir()) if p.name.endswith((".ply", ".spz", ".splat", ".txt", ".png", ".html", ".log"))]
     return "\n".join([what, said, *(f"  {p}  {p.stat().st_size:,} bytes" for p in beside)])
 
 

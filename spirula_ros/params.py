@@ -48,7 +48,7 @@ class PublishConfig:
 @dataclass(frozen=True)
 class OutputConfig:
     map_path: str = param("", "", "~/save_map without a path writes here, in the format of its suffix (see map_file), and so does a clean shutdown; empty = no file at shutdown")
-    report_dir: str = param("", "", "~/finish writes report.json, renders/, the map, poses.txt, mesh.ply and compare.png here")
+    report_dir: str = param("", "", "~/finish writes report.html, report.json, renders/, the map, poses.txt, mesh.ply and compare.png here")
     map_file: str = param("map.ply", "", "name of the map in report_dir; the suffix says the format: .ply | .compressed.ply | .splat | .spz | .npy | .f32.gz | .points.ply")
     refine_seconds: float = param(0.0, "s", "training time that ~/finish adds before it measures; 0 = no limit", 0, 1e6, True)
     refine_steps: int = param(0, "steps", ".. and training steps; the first limit counts, both 0 = none", 0, 1_000_000_000, True)

@@ -22,8 +22,10 @@ from . import bags
 from .dds import fastdds_profile
 from .errors import InputError
 from .node_process import NodeError, NodeProcess
-from .replay import IMAGE_KINDS, Progress, StopRequest, intake_config_for, overrides_for, with_source
+from .progress import Progress, StopRequest
+from .replay import IMAGE_KINDS, intake_config_for, overrides_for, watching, with_source
 from .report import check_out, cut_short, prepare_folder, remove_results
+from .report_page import write_page
 
 DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
 COMPANION_GRACE_S = 0.3  # an image that waits in the node so long waits for a message that comes later in the recording
@@ -48,7 +50,7 @@ def replay_via_ros(args) -> None:
             try:
                 link.wait_until_connected()
                 remove_results(out, settings.ros.output.map_file, args.mesh)
-                with Progress(link, bag.count(topics), sys.stderr) as progress:
+                with watching(link, bag.count(topics), sys.stderr) as progress:
                     problem = play(bag, topics, link, None if args.lossless else args.rate, stop, progress)
                     stopped_early, images = stop.reason, bag.images(topics)
                     sentence = link.finish(progress)
@@ -59,6 +61,7 @@ def replay_via_ros(args) -> None:
     report = complete_report(out / "report.json", {
         "bag": Path(args.bag).name, "mode": "via-ros, " + ("lossless" if args.lossless else f"rate {args.rate:g}"), "topics": topics.chosen(),
         "images_sent": link.images_sent, "images": images, "stopped_early": stopped_early, "bag_problem": problem, "config": values_of(settings.config)})
+    write_page(out / "report.html", report, sentence + cut_short(report))
     print(sentence + cut_short(report))
     if not report["frames"]["used"]:
         raise InputError(f"{args.bag}: not one frame could be used: {report['frames']['dropped'] or 'no image arrived'}\n{node.tail()}")
@@ -122,7 +125,7 @@ def play(bag: bags.Bag, topics: bags.Topics, link: "Link", rate: float | None, s
 
 
 class Link:
-    """The player's end of the topics. `status()` and `vram()` are the node's newest, in the shape that Progress wants."""
+    """The player's end of the topics. `status()` and `vram()` are the node's newest, in the shape that `watching` wants."""
 
     def __init__(self, node: NodeProcess, bag: bags.Bag, topics: bags.Topics, parameters: dict[str, Any]):
         import rclpy

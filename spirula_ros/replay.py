@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, TextIO
-
-from tqdm import tqdm
 
 from spirula_gpu.config import Config, rows
 from spirula_gpu.correct import PathError
@@ -25,6 +21,7 @@ from .convert import BadMessage
 from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
+from .progress import Progress, StopRequest
 from .report import check_out, prepare_folder, remove_results, write_report
 from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refuse_other_source
 from .settings import Settings
@@ -65,7 +62,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
                 print(line, file=screen)
             with StopRequest(options.max_seconds) as stop:
                 run = Run(bag, topics, mapper, options, settings, stop)
-                with viewer(run, settings, screen), Progress(mapper, bag.count(topics), screen) as progress:
+                with viewer(run, settings, screen), watching(mapper, bag.count(topics), screen) as progress:
                     timing = run.train(progress)
                     outcome, failed = "", ""
                     try:
@@ -295,69 +292,11 @@ class Live:
         return self.mapper.command(name, *args).result()
 
 
-class StopRequest:
-    """Time is up, or the user pressed Ctrl-C: `reason` says which ('' = neither). A second Ctrl-C interrupts for real."""
-
-    def __init__(self, max_seconds: float | None):
-        self._deadline = time.monotonic() + (max_seconds or float("inf"))
-        self._interrupted = False
-
-    @property
-    def reason(self) -> str:
-        return "interrupted" if self._interrupted else "max_seconds" if time.monotonic() >= self._deadline else ""
-
-    def sleep_until(self, when: float) -> None:
-        while not self.reason and (left := min(when, self._deadline) - time.monotonic()) > 0:
-            time.sleep(min(left, 0.1))
-
-    def __enter__(self) -> "StopRequest":
-        here = threading.current_thread() is threading.main_thread()  # only there can signals be taken
-        self._before = {s: signal.signal(s, self._signalled) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if here}
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for s, handler in self._before.items():
-            signal.signal(s, handler)
-
-    def _signalled(self, number: int, frame: Any) -> None:
-        if self._interrupted:
-            raise KeyboardInterrupt
-        self._interrupted = True
-        print("\ninterrupted: finishing with what is there (again to give up)", file=sys.stderr)
-
-
-class Progress:
-    """A bar on a terminal, otherwise a line every few seconds."""
-    BAR_S, LINE_S = 0.2, 3.0
-
-    def __init__(self, mapper: Any, total: int, screen: TextIO):
-        self._mapper, self._screen, self._done, self._total, self._shown, self._told = mapper, screen, 0, total, time.monotonic(), set()
-        self._bar = tqdm(total=total, unit="msg", file=screen, dynamic_ncols=True, bar_format="{percentage:3.0f}% |{bar:20}| {elapsed} {postfix}") \
-            if screen.isatty() else None
-
-    def show(self, messages: int) -> None:
-        self._done += messages
-        if time.monotonic() - self._shown < (self.LINE_S if self._bar is None else self.BAR_S):
-            return
-        self._shown = time.monotonic()
-        if (hint := self._mapper.status().hint) and hint[:40] not in self._told:   # numbers in it change
-            self._told.add(hint[:40])
-            tqdm.write(f"note: {hint}", file=self._screen)
-        if self._bar is None:
-            print(f"{100 * self._done // max(self._total, 1):3d}%  {self.figures()}", file=self._screen, flush=True)
-        else:
-            self._bar.n = self._done
-            self._bar.set_postfix_str(self.figures())
-
-    def figures(self) -> str:
-        s = self._mapper.status()
+def watching(mapper: Any, messages: int, screen: TextIO) -> Progress:
+    """The progress of a mapper, or of what has its `status()` and `vram()`, through so many messages."""
+    def figures() -> str:
+        s = mapper.status()
         measured = "" if math.isnan(s.heldout_psnr) else f"held-out {s.heldout_psnr:.2f} dB, "
         return (f"{s.frames.used}/{s.frames.frames_in} frames, {s.gaussians} Gaussians, {s.steps} steps ({s.steps_per_s:.1f}/s), loss {s.loss:.4f}, "
-                f"{measured}{self._mapper.vram().total / 2**20:.0f} MiB")
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.close()
+                f"{measured}{mapper.vram().total / 2**20:.0f} MiB")
+    return Progress(messages, screen, figures, lambda: mapper.status().hint)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: report.json, renders/<stamp_ns>.png of the held-out frames, compare.png, the map, poses.txt, mesh.ply.
+"""What a run leaves behind: report.json, renders/<stamp_ns>.png of the held-out frames, compare.png, report.html, the map, poses.txt, mesh.ply.
 
 The same for `spirula replay`, in one process or through topics. Every file appears whole or not at all. report.json holds wall-clock
 values (and the process's own memory) under `seconds` and `timing` only, so that two runs that did the same are equal elsewhere.
@@ -18,6 +18,7 @@ from spirula_gpu.config import Config
 from spirula_gpu.ply import write_atomically
 
 from .errors import InputError
+from .report_page import write_page
 from .share import version
 
 COMPARE_FRAMES = 4
@@ -42,7 +43,7 @@ def prepare_folder(out: str | Path) -> Path:
 
 def results(out: str | Path, map_file: str, mesh: bool) -> list[Path]:
     """The files that a run writes there, but renders/."""
-    return [Path(out) / name for name in ("report.json", "compare.png", "poses.txt", map_file, *(["mesh.ply"] if mesh else []))]
+    return [Path(out) / name for name in ("report.json", "compare.png", "report.html", "poses.txt", map_file, *(["mesh.ply"] if mesh else []))]
 
 
 def check_out(out: str | Path, bag: str | Path, map_file: str, mesh: bool, config: Config) -> None:
@@ -67,15 +68,8 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
                  extra: dict | None = None, mesh: bool = True, map_file: str = "map.ply") -> str:
     """Saves the map, measures the held-out frames and writes everything else. Returns one sentence about the outcome. Raises InputError that says what
     is written when something cannot be, and what the mapper's commands raise. ask: how to have a command done; default: by the mapper's thread."""
-    out, written = prepare_folder(out), []
-    ask = ask or (lambda name, *args: mapper.command(name, *args).result())
-
-    def write(name: str, make: Callable[..., Any], *args: Any) -> None:
-        try:
-            make(out / name, *args)
-        except OSError as error:
-            raise InputError(f"cannot write {out / name}: {error.strerror}; {', '.join(written) or 'nothing'} is written there") from None
-        written.append(name)
+    out = prepare_folder(out)
+    ask, write = ask or (lambda name, *args: mapper.command(name, *args).result()), Written(out).write
     saved = lambda command: lambda path: _through_temporary(path, lambda temporary: ask(command, temporary))
     if mapper.status().gaussians:   # first what cannot be made again
         write(map_file, saved("save_map"))
@@ -91,7 +85,23 @@ def write_report(out: str | Path, mapper, *, ask: Ask | None = None, seconds: fl
         write("compare.png", write_png, compare_picture(held_out))
     if report["gaussians"] and mesh:
         write("mesh.ply", saved("mesh"))
-    return sentence(report, out)
+    write("report.html", write_page, report, said := sentence(report, out))
+    return said
+
+
+class Written:
+    """What has been written into a run's folder so far."""
+
+    def __init__(self, out: Path):
+        self._out, self._names = out, []
+
+    def write(self, name: str, make: Callable[..., Any], *args: Any) -> None:
+        """make(path, *args). Raises InputError that says what is written when this cannot be."""
+        try:
+            make(self._out / name, *args)
+        except OSError as error:
+            raise InputError(f"cannot write {self._out / name}: {error.strerror}; {', '.join(self._names) or 'nothing'} is written there") from None
+        self._names.append(name)
 
 
 def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: dict) -> dict:
@@ -122,15 +132,20 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "timing": timing,
         **extra,
     }
-    return _without_nan(report)
+    return without_nan(report)
 
 
 def sentence(report: dict, out: Path) -> str:
-    psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
     frames = report["frames"]
     why = f" ({report['hint']})" if report["hint"] else ""
     return (f"{report['gaussians']} Gaussians{why}, {report['keyframes']} keyframes, {report['steps']} steps{too_few(report)}; frames {frames['in']} in, {frames['used']} used, "
-            f"{sum(frames['dropped'].values())} dropped; held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames{cut_short(report)}; {out}/report.json")
+            f"{sum(frames['dropped'].values())} dropped; {described(report)}{cut_short(report)}; {out}/report.json")
+
+
+def described(report: dict) -> str:
+    """The held-out figures."""
+    psnr, ssim = (f"{v:.{n}f}" if v is not None else "n/a" for v, n in ((report["heldout_psnr"], 2), (report["heldout_ssim"], 3)))
+    return f"held-out PSNR {psnr} dB, SSIM {ssim} over {len(report['heldout'])} frames"
 
 
 def too_few(report: dict) -> str:
@@ -223,12 +238,12 @@ def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no NaN and no infinity: null."""
     if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
+        return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(v) for v in value]
+        return [without_nan(v) for v in value]
     if isinstance(value, (float, np.floating)):
         return float(value) if math.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value

@@ -55,12 +55,7 @@ def make_bag(folder: str, out: str, *, layout: str = "auto", fps: float | None =
     if not root.is_dir():
         raise InputError(f"'{folder}' is not a folder")
     layout = find_layout(root) if layout == "auto" else layout
-    items, skipped = read_7scenes(root, fps or 30.0) if layout == "7scenes" else read_tum(root, fps)
-    for reason, n in sorted(skipped.items()):
-        say(f"skipped {n} frames: {reason}")
-    if not items:
-        raise InputError(f"no usable frame in '{folder}' (layout {layout}); skipped: {dict(skipped) or 'none'}")
-    items = items[:max_frames]
+    items = read_items(root, layout, fps, say)[:max_frames]
     rig = find_rig(root, layout, items[0], intrinsics, color_f, color_intrinsics, color_offset)
     camera = rig.color
     if size is not None:
@@ -181,12 +176,25 @@ def _intrinsics_from(root: Path, layout: str) -> tuple[float, ...]:
 
 # ---- the two layouts -------------------------------------------------------------------------------------------------
 
+def read_items(root: Path, layout: str, fps: float | None = None, say: Callable[[str], None] = print) -> list[RgbdItem]:
+    """At least one frame; how many were skipped, and why, is said. fps: of a layout without stamps. Raises InputError."""
+    items, skipped = read_7scenes(root, fps or 30.0) if layout == "7scenes" else read_tum(root, fps)
+    for reason, n in sorted(skipped.items()):
+        say(f"skipped {n} frames: {reason}")
+    if not items:
+        raise InputError(f"no usable frame in '{root}' (layout {layout}); skipped: {dict(skipped) or 'none'}")
+    return items
+
+
+def layout_of(root: Path) -> str:
+    """7scenes | tum | '', from what lies in the folder."""
+    return "tum" if (root / "rgb.txt").is_file() else "7scenes" if next(root.glob("frame-*.color.*"), None) else ""
+
+
 def find_layout(root: Path) -> str:
-    """7scenes | tum, from what lies in the folder."""
-    if (root / "rgb.txt").is_file():
-        return "tum"
-    if next(root.glob("frame-*.color.*"), None):
-        return "7scenes"
+    """7scenes | tum. Raises InputError."""
+    if layout := layout_of(root):
+        return layout
     raise InputError(f"'{root}' is neither a 7-Scenes folder (frame-NNNNNN.color.jpg|png, .depth.png, .pose.txt) "
                      "nor a TUM folder (rgb.txt, depth.txt, groundtruth.txt)")
 

@@ -1,7 +1,7 @@
 """Both configurations of a run from a file, options and `--set name=value`, in this order of rising precedence."""
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import yaml
 
@@ -23,7 +23,7 @@ def settings(file: str | None, options: dict[str, Any], assignments: list[str]) 
     """options: {dotted name: value or None}, None = not given. Raises InputError."""
     values = read_file(file) if file else {}
     values.update({name: value for name, value in options.items() if value is not None})
-    values.update(read_assignments(assignments))
+    values.update(read_assignments(assignments, params.rows()))
     try:
         ros, config = params.split(values)
     except ValueError as error:
@@ -48,14 +48,14 @@ def read_file(name: str) -> dict[str, Any]:
         raise InputError(f"{path}: not a parameter file (group: {{name: value}}): {error}") from None
 
 
-def read_assignments(assignments: list[str]) -> dict[str, Any]:
-    """{dotted name: value} of 'group.name=value'; the value is YAML, or the text itself where the row is text."""
-    defaults = {name: default for name, default, _ in params.rows()}
+def read_assignments(assignments: list[str], rows: Iterable[tuple], listed_by: str = "spirula params") -> dict[str, Any]:
+    """{dotted name: value} of 'group.name=value'; the value is YAML, or the text itself where the row is text. rows: those that there are."""
+    defaults = {name: default for name, default, _ in rows}
     values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
-            raise InputError(f"--set {assignment}: write group.name=value; `spirula params` lists the names")
+            raise InputError(f"--set {assignment}: write group.name=value; `{listed_by}` lists the names")
         try:
             values[name] = text if isinstance(defaults.get(name), str) else yaml.safe_load(text)
         except yaml.YAMLError:

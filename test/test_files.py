@@ -204,7 +204,7 @@ def test_info_of_everything_else(capsys, trained, tmp_path):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("none.ply", None, "does not exist"), ("a.txt", b"hello", "not poses"), ("a.npy", b"\x80\x04]q", "not a .npy"), ("a.f32.gz", b"\x1f\x8bxx", "damaged"), ("a.json", b"{}", "a .json that is no report of a replay; it reads maps"),
+    ("none.ply", None, "does not exist"), ("a.txt", b"hello", "not poses"), ("a.npy", b"\x80\x04]q", "not a .npy"), ("a.f32.gz", b"\x1f\x8bxx", "damaged"), ("a.json", b"{}", "a .json that is no report of a replay or training; it reads maps"),
     ("a.json", b'{"bag": 1, "mode": "x", "backend": "cpu"}', "no report of a replay"), ("a.json", b"[" * 100_000, "no report of a replay"), ("a.bag", b"#ROSBAG V2.0\n", "this is a ROS 1 bag; convert it"), ("a.png", b"\x89PNG", "not a picture that can be read"),
     ("a.pdf", b"%PDF", "nothing that this program knows; it reads maps"), ("a.splat", b"123", "a.splat"),
     ("a.ckpt", b"SPIRULA\x1a", "cut short"), ("a.ksplat", b"x", "splat-transform"),

@@ -330,8 +330,8 @@ def test_the_bench_runs_variants_and_writes_what_it_found(packed, tmp_path):
     (["--sweep", "nope.json"], "No such file or directory: 'nope.json'"),
     (["--sweep", "bad.json"], "bad.json: not JSON"),
     (["--sweep", "number.json"], "number.json: must be a list of variants"),
-    (["--color-offset", "1 2"], "'1 2': three numbers are needed"),
-    (["--color-offset", "a b c"], "'a b c': three numbers are needed"),
+    (["--color-offset", "1 2"], "'1 2': 3 numbers are needed"),
+    (["--color-offset", "a b c"], "'a b c': 3 numbers are needed"),
     (["--out", "no/such/out.json"], "--out 'no/such/out.json': must be a file in a folder that exists"),
     (["--out", "."], "--out '.': must be a file"),
 ])
@@ -346,7 +346,8 @@ def test_the_bench_refuses_what_is_no_scene():
     Path("text.npz").write_text("no archive")
     np.savez("other.npz", x=np.zeros(3))
     Path("cut.npz").write_bytes(Path("other.npz").read_bytes()[:60])
-    for name, message in (("nope.npz", "No such file or directory: 'nope.npz'"), ("text.npz", "."), ("other.npz", "other.npz: not a scene that --pack wrote"), ("cut.npz", "cut.npz: not a scene")):
+    for name, message in (("nope.npz", "nope.npz: does not exist"), ("text.npz", "text.npz: not a packed scene"),
+                          ("other.npz", "other.npz: not a packed scene"), ("cut.npz", "cut.npz: not a packed scene")):
         said = bench(name, ok=False)
         assert re.search(message, said) and said.startswith("offline.py: ") and said.count("\n") == 1, said
 

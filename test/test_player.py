@@ -47,6 +47,8 @@ def test_the_report_of_the_node(room, ros_domain, pace):
     for held_out in report["heldout"]:
         assert cv2.imread(f"out/renders/{held_out['stamp_ns']}.png").shape == (60, 80, 3)
     assert all(Path("out", name).stat().st_size > 500 for name in ("map.ply", "mesh.ply", "compare.png"))
+    page = Path("out/report.html").read_text()
+    assert f"<h1>{report['bag']}</h1>" in page and report["mode"] in page and page.count("data:image/jpeg") == 1
     assert "Traceback" not in Path("out/node.log").read_text() + done.stderr
 
 

@@ -164,12 +164,12 @@ def test_files(room, tmp_path):
     assert len(names) == 5 and {p.name for p in (out / "renders").iterdir()} == names | {"mine.png"}  # 17.png: of an earlier run
     held = mapper.held_out[0]
     assert np.array_equal(cv2.imread(str(out / "renders" / f"{held.stamp_ns}.png"))[..., ::-1], 255 - held.rgb)
-    assert {p.name for p in out.iterdir()} == {"report.json", "renders", "map.ply", "poses.txt", "mesh.ply", "compare.png"}
+    assert {p.name for p in out.iterdir()} == {"report.json", "report.html", "renders", "map.ply", "poses.txt", "mesh.ply", "compare.png"}
 
 
 def test_no_mesh_no_holdout(room, tmp_path):
     mapper, found, _ = run(room, tmp_path / "out", holdout=0, mesh=False)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.json", "renders", "map.ply", "poses.txt"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.json", "report.html", "renders", "map.ply", "poses.txt"}
     assert found["heldout_psnr"] is None and found["heldout"] == []
 
 
@@ -354,7 +354,7 @@ def test_a_report_that_fails_loses_neither_map_nor_checkpoint(room, tmp_path, mo
 def test_results_of_an_earlier_run_do_not_stay_beside_the_new_report(room, tmp_path):
     out = tmp_path / "out"
     (out / "renders").mkdir(parents=True)
-    stale, kept = ["report.json", "compare.png", "map.ply", "mesh.ply", "renders/123.png"], ["notes.txt", "renders/mine.png", "map.ckpt"]
+    stale, kept = ["report.json", "report.html", "compare.png", "map.ply", "mesh.ply", "renders/123.png"], ["notes.txt", "renders/mine.png", "map.ckpt"]
     for name in stale + kept:
         (out / name).write_text("of an earlier run")
 
@@ -454,7 +454,7 @@ def test_false_color_is_black_without_error_and_saturates():
 
 
 def test_json_has_no_nan():
-    assert report._without_nan({"a": [math.nan, math.inf, np.float32(1.5)], "b": (np.int64(3), True, "x")}) == {"a": [None, None, 1.5], "b": [3, True, "x"]}
+    assert report.without_nan({"a": [math.nan, math.inf, np.float32(1.5)], "b": (np.int64(3), True, "x")}) == {"a": [None, None, 1.5], "b": [3, True, "x"]}
 
 
 # ---- progress ------------------------------------------------------------------------------------------------------------
@@ -463,8 +463,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(room, tmp_path, mon
     class Terminal(io.StringIO):
         def isatty(self):
             return True
-    monkeypatch.setattr("spirula_ros.replay.Progress.LINE_S", 0.0)
-    monkeypatch.setattr("spirula_ros.replay.Progress.BAR_S", 0.0)
+    monkeypatch.setattr("spirula_ros.progress.Progress.LINE_S", 0.0)
+    monkeypatch.setattr("spirula_ros.progress.Progress.BAR_S", 0.0)
     lines, bar = io.StringIO(), Terminal()
     run(room, tmp_path / "a", screen=lines)
     run(room, tmp_path / "b", screen=bar)
