@@ -326,7 +326,6 @@ class Mapper:
             self._trainer.insert(keyframe, fill(frame.depth_m))
         self._keyframes.add(keyframe, self.config.train)
         self._trainer.refinement.centre(self._keyframes)
-        self._output.moved(self._trainer.refinement.level(self._keyframes))
 
     def _ended(self) -> bool:
         """No frame has come for long. Without a worker the clock says nothing: frames come when the caller is ready; it says drain()."""
@@ -379,6 +378,7 @@ class Mapper:
         for _ in range(n):
             self._trainer.step(self._keyframes, behind)
         if n:
+            self._output.moved(self._trainer.refinement.level(self._keyframes))
             self._rate.append((time.monotonic(), self._trainer.steps))
 
     # ---- what goes out ---------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from .native import Engine
 
 POSE_PIXELS, EXPOSURE_PIXELS = 320 * 240, 160 * 120   # images are compared at this size at most
 MOST_SHARE = 0.05         # of the time goes into refinement while training, at most, where runs need not repeat
-NEAR_DEPTHS, NEAR_DEG = 0.5, 30.0   # keyframes see about the same: distance over the depth of what is seen, angle
+NEAR = 4.0, 16.0, 64.0    # keyframes: so far before and after one (sigma), given poses are off by the same, but for noise; what predicts best counts
 KEPT = 0.8                # of each estimated gain. Where views share little with the others nothing holds their common gain: it drifts, unless it leaks away
 CENTRE_STEP = 0.02        # by so much the exposure of the map changes at a time
 CENTRE_FAR = math.log(4)  # a gain farther than this from the median does not count
 AGAIN_SHARE = 20          # means over the keyframes are taken again when this part of them has come or changed
-LEVEL_MOST = 500          # of the newest keyframes: the mean takes time with the square of their number
+LEVEL_MOST = 500          # of the newest keyframes: those before them have found their places
 MOST_SIGMAS = 5.0         # a pose farther from the given one is not believed
 
 
@@ -36,16 +36,16 @@ class Refinement:
         self._ended_s, self._took_s = 0.0, 0.0   # of the newest refinement
         self._exposed = 0                     # gains found since centre() looked at them
         self.aligned = self.refused = 0       # poses
-        self._depth_m, self._level_at = 1.0, 0   # of the newest view, the median; keyframes made by which level() works again
+        self._depth_m, self._placed = 1.0, 0   # of the newest view, the median; poses found since level() looked at them
 
     def state(self) -> dict:
         """For JSON, to the last bit."""
-        return dict(aligned=self.aligned, refused=self.refused, depth_m=self._depth_m, level_at=self._level_at, exposed=self._exposed, given=self.given)
+        return dict(aligned=self.aligned, refused=self.refused, depth_m=self._depth_m, placed=self._placed, exposed=self._exposed, given=self.given)
 
     def resume(self, state: dict) -> None:
         """Go on as the refinement whose state() this is."""
         self._depth_m, self.given = float(state["depth_m"]), bool(state["given"])
-        self.aligned, self.refused, self._level_at, self._exposed = (int(state[name]) for name in ("aligned", "refused", "level_at", "exposed"))
+        self.aligned, self.refused, self._placed, self._exposed = (int(state[name]) for name in ("aligned", "refused", "placed", "exposed"))
 
     def due(self) -> bool:
         """Whether there is time for one while training. What it took includes the wait for the step that ran."""
@@ -100,7 +100,7 @@ class Refinement:
         if not result.after < result.before or np.linalg.norm(away[:3]) > MOST_SIGMAS * sigma_m or np.linalg.norm(away[3:]) > MOST_SIGMAS * sigma_rad:
             self.refused += 1
             return False
-        self.aligned += 1
+        self.aligned, self._placed = self.aligned + 1, self._placed + 1
         keyframe.place(T_used @ np.linalg.inv(result.T))
         return True
 
@@ -118,32 +118,53 @@ class Refinement:
                 k.expose(k.log_gain - common)
 
     def level(self, keyframes: Keyframes) -> float:
-        """Keyframes and what they brought into the map are moved back to where they were said to be, in the mean over those that see about the same; a map of a file stays.
+        """Keyframes and what they brought into the map are moved back to where they were said to be, in the mean over those that came shortly before and after; a map of a file stays.
         Returns how far what a keyframe sees has moved at most, in metres."""
-        made = keyframes.newest.id + 1
-        if not self.config.refine.pose or self.given or not len(self._engine) or made < self._level_at:
+        if not self.config.refine.pose or self.given or not self._placed or self._placed * AGAIN_SHARE < len(keyframes):
             return 0.0
+        self._placed, begin_s, made = 0, time.monotonic(), keyframes.newest.id + 1
         moved = list(keyframes)[-LEVEL_MOST:]
-        self._level_at = made + 1 + len(moved) // AGAIN_SHARE
         T_used, T_given = np.stack([k.frame.T_world_cam for k in moved]), np.stack([k.T_given for k in moved])
-        G = mean_correction(T_used, T_given, NEAR_DEPTHS * self._depth_m, math.radians(NEAR_DEG))
+        G = mean_correction(T_used, T_given, nearness(T_used, T_given, self.config.refine.pose_sigma * self._depth_m, math.radians(self.config.refine.pose_sigma_deg)))
         for k, g in zip(moved, G):
             k.place(g @ k.frame.T_world_cam)
         ids, owners = np.array([k.id for k in moved]), np.arange(made)
         nearest = np.minimum(np.searchsorted(ids, owners), len(ids) - 1)   # Gaussians of a keyframe that has gone move with the next one
         begin = ids[0] if len(moved) < len(keyframes) else 0
         move_gaussians(self._engine, G[nearest], owners >= begin, forget=False)
+        self._ended_s = time.monotonic()
+        self._took_s += self._ended_s - begin_s   # of the same share of the time
         seen = T_used[:, :3, 3] + self._depth_m * T_used[:, :3, 2]
         return float(np.linalg.norm(np.einsum("nij,nj->ni", G[:, :3, :3], seen) + G[:, :3, 3] - seen, axis=1).max())
 
 
-def mean_correction(T_used: np.ndarray, T_given: np.ndarray, near_m: float, near_rad: float) -> np.ndarray:
-    """[n,4,4] G: G[i] @ T_used[i] is where i lies when those about it, by a Gaussian of distance and angle, lie where T_given [n,4,4] has them in the mean."""
-    t, forward = T_used[:, :3, 3], T_used[:, :3, 2]
-    apart = ((t[:, None] - t) ** 2).sum(2) / near_m**2 + (np.arccos(np.clip(forward @ forward.T, -1, 1)) / near_rad) ** 2
-    weight = np.exp(-apart / 2)
+def nearness(T_used: np.ndarray, T_given: np.ndarray, sigma_m: float, sigma_rad: float) -> float:
+    """That of NEAR by which the mean of its neighbours says best how far a keyframe [n,4,4] is from where it was said to be (leave-one-out):
+    noise alone is averaged over many, a drift is followed."""
+    away = np.column_stack([(T_given[:, :3, 3] - T_used[:, :3, 3]) / sigma_m, _turns(T_used, T_given) / sigma_rad])
+    errors = []
+    for near in NEAR:
+        weight = _weights(len(away), near)
+        np.fill_diagonal(weight, 1e-12)
+        errors.append(np.abs(away - weight @ away / weight.sum(1, keepdims=True)).sum())
+    return NEAR[int(np.argmin(errors))]
+
+
+def _weights(n: int, near: float) -> np.ndarray:
+    order = np.arange(n)
+    return np.exp(-(((order[:, None] - order) / near) ** 2) / 2)
+
+
+def _turns(T_used: np.ndarray, T_given: np.ndarray) -> np.ndarray:
+    """[n,3] rad: rotation from the one to the other, in the world."""
+    return np.array([cv2.Rodrigues(b @ a.T)[0][:, 0] for a, b in zip(T_used[:, :3, :3], T_given[:, :3, :3])])
+
+
+def mean_correction(T_used: np.ndarray, T_given: np.ndarray, near: float) -> np.ndarray:
+    """[n,4,4] G: G[i] @ T_used[i] is where i lies when those about it, by a Gaussian of sigma `near` over their order, lie where T_given [n,4,4] has them in the mean."""
+    t, weight = T_used[:, :3, 3], _weights(len(T_used), near)
     weight /= weight.sum(1, keepdims=True)
-    turn = weight @ np.array([cv2.Rodrigues(b @ a.T)[0][:, 0] for a, b in zip(T_used[:, :3, :3], T_given[:, :3, :3])])
+    turn = weight @ _turns(T_used, T_given)
     G = np.tile(np.eye(4), (len(t), 1, 1))
     G[:, :3, :3] = [cv2.Rodrigues(v)[0] for v in turn]
     G[:, :3, 3] = weight @ T_given[:, :3, 3] - np.einsum("nij,nj->ni", G[:, :3, :3], weight @ t)
