@@ -54,7 +54,7 @@ def figures(report: dict) -> list[tuple[str, str]]:
     number = lambda x, form, unit="": "n/a" if x is None else f"{x:{form}}{unit}"
     rows = [("held-out PSNR", number(report["heldout_psnr"], ".2f", " dB")), (".. colour-corrected", number(report["heldout_cc_psnr"], ".2f", " dB")),
             ("held-out SSIM", number(report["heldout_ssim"], ".4f")), ("Gaussians", f"{report['gaussians']:,}"),
-            ("steps", f"{report['steps']:,} of {report['steps_due']:,} due")]
+            ("steps", f"{report['steps']:,}; {report['steps_due']:,} were due for the frames")]
     if "frames" in report:
         dropped = ", ".join(f"{n} {reason}" for reason, n in report["frames"]["dropped"].items())
         rows.append(("mode", report.get("mode", "live")))
