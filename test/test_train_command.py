@@ -126,6 +126,14 @@ def test_a_folder_with_depth(frames, capsys):
     assert "train a map of it       spirula train" in spirula(capsys, "info", folder)[1]
 
 
+def test_info_knows_what_is_trained_on(packed, capsys):
+    code, told, _ = spirula(capsys, "info", packed)
+    assert code == 0 and "packed scene, 24 images 48x36, 0 sparse points, depth yes" in told and f"spirula train {packed} OUT" in told
+    np.savez("other.npz", x=1)
+    code, _, err = spirula(capsys, "info", "other.npz")
+    assert code == 2 and err.startswith("spirula: other.npz: not a packed scene: ") and err.count("\n") == 1
+
+
 def test_info_knows_the_results(packed, capsys):
     _, said = trained(capsys, packed, "out")
     for path in ("out", "out/report.json"):
