@@ -180,7 +180,7 @@ def checked(name: str, value: Any, current: Any, f: dataclasses.Field) -> Any:
         raise ValueError(f"{name} = {value!r}: must be a whole number")
     low, high = f.metadata["low"], f.metadata["high"]
     if low is not None and not low <= out <= high:  # also refuses NaN
-        raise ValueError(f"{name} = {out} {f.metadata['unit']}: must lie in [{low}, {high}]")
+        raise ValueError(f"{name} = {out}{' ' * bool(f.metadata['unit'])}{f.metadata['unit']}: must lie in [{low}, {high}]")
     return out
 
 

@@ -72,9 +72,9 @@ class Scene:
 
     @staticmethod
     def _decoded(data: bytes, flags: int, camera: Camera, name: str) -> np.ndarray:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None   # OpenCV raises on no bytes at all
         if image is None:
-            raise SceneError(f"{name}: not an image that can be read")
+            raise SceneError(f"{name}: not an image that can be read ({len(data):,} bytes); was it cut? put it back, or take it out of the set")
         if image.shape[:2] != (camera.height, camera.width):
             raise SceneError(f"{name}: {image.shape[1]}x{image.shape[0]}, its camera says {camera.width}x{camera.height}")
         return image
@@ -91,6 +91,8 @@ class Scene:
     def load(path: str | os.PathLike) -> "Scene":
         """Raises SceneError on a file that `save` did not write whole, OSError."""
         try:
+            if not zipfile.is_zipfile(path):   # numpy would speak of pickles
+                raise ValueError("no .npz archive, or one that was cut short; copy it again")
             return Scene._load(path)
         except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as e:
             raise SceneError(f"{path}: not a packed scene: {' '.join(str(e).split())}") from None

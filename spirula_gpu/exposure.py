@@ -17,7 +17,7 @@ MIN_CELLS = 0.1        # share of the image's cells that must be left
 def log_gain(image: np.ndarray, render: np.ndarray, alpha: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray | None:
     """[3] float64: log(image / render), the median over cells, over black as it is trained: colours make up for what alpha lacks. image [H,W,3] uint8; render [H,W,3] float32 in [0,1] over black with
     alpha [H,W]; mask [H,W], 0: left out. None: too little of the image is covered by the map and not clipped, or the gain is beyond 1/MOST_GAIN .. MOST_GAIN."""
-    covered = cv2.compare(np.ascontiguousarray(alpha), ALPHA, cv2.CMP_GT)
+    covered = np.where(alpha > ALPHA, np.uint8(255), np.uint8(0))   # cv2.compare raises on one pixel beside a scalar
     if mask is not None:
         covered[mask == 0] = 0
     render, colours = np.ascontiguousarray(render, np.float32), image.astype(np.float32)

@@ -307,9 +307,13 @@ class Mapper:
         if frame.held_out:
             if frame.mask is not None and not frame.mask.any():
                 return  # nothing of it can be measured
-            self._held_out.append(replace(frame, depth_m=None))
-            while len(self._held_out) > self.config.eval.max_held_out:
-                self._output.forget(self._held_out.pop(0))
+            # A resumed replay plays its recording from the start again: a frame that is there already counts once.
+            gone = [f for f in self._held_out if f.stamp_ns == frame.stamp_ns]
+            held_out = [f for f in self._held_out if f.stamp_ns != frame.stamp_ns] + [replace(frame, depth_m=None)]
+            excess = max(len(held_out) - self.config.eval.max_held_out, 0)
+            for old in gone + held_out[:excess]:
+                self._output.forget(old)
+            self._held_out = held_out[excess:]
             return
         keyframe = Keyframe(self._next_id, frame, self.config.train.blur_px2)
         if not self._keyframes:

@@ -11,6 +11,7 @@ from .ply import write_atomically
 from .report import MeshChunk
 
 BLOCK_VOXELS, INITIAL_BLOCKS = 16, 1000  # edge of an Open3D block; the grid grows beyond the initial number by itself
+STRIDE = 4                               # Open3D looks for blocks at every so many-th pixel, whole strides only
 MIN_WEIGHT = 0.5                         # one observation weighs 1; a voxel must weigh more than this
 
 
@@ -41,7 +42,8 @@ class TsdfMesher:
         if depth_m.shape != size or rgb.shape != (*size, 3) or rgb.dtype != np.uint8:
             raise ValueError(f"depth_m {depth_m.shape}, rgb {rgb.dtype} {rgb.shape}: the camera says {size} and uint8 {(*size, 3)}")
         usable = (depth_m > 0) & (depth_m < self._config.max_depth_m)  # False for NaN
-        if not usable.any():
+        height, width = (n // STRIDE * STRIDE for n in size)
+        if not usable[:height:STRIDE, :width:STRIDE].any():   # Open3D raises when it finds no block
             return
         core, geometry = self._o3d.core, self._o3d.t.geometry
         image = lambda array: geometry.Image(core.Tensor(np.ascontiguousarray(array, np.float32)))

@@ -100,8 +100,10 @@ class TrainingSet:
     def __init__(self, frames: list[Frame], extent: float, points=np.empty((0, 3)), colors=np.empty((0, 3), np.uint8)):
         self.train = [f for f in frames if not f.held_out]
         self.held_out = [f for f in frames if f.held_out]
-        if not self.train or not extent > 0:
-            raise SceneError(f"{len(self.train)} training frames, extent {extent}: both must be positive (cameras at one place have no extent)")
+        if not self.train:
+            raise SceneError(f"0 training frames: {len(self.held_out)} of {len(frames)} are held out; hold out every second (2) or fewer")
+        if not extent > 0:
+            raise SceneError(f"{len(self.train)} training frames, extent {extent}: must be positive, cameras at one place have none; give images from several places")
         self.extent, self.points, self.colors = float(extent), np.asarray(points), np.asarray(colors)
         self._targets: dict[tuple[str, int, bool], list] = {}
 

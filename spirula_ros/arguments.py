@@ -19,8 +19,14 @@ def not_negative(text: str) -> float:
 
 def whole(low: int):
     def whole_number(text: str) -> int:
-        if (value := int(text)) < low:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' must be a whole number, written in digits, like {low}") from None
+        if value < low:
             raise argparse.ArgumentTypeError(f"'{text}' must be {low} or more")
+        if value >= 2**31:   # the engine takes an int, and would say another number
+            raise argparse.ArgumentTypeError(f"'{text}' must be {2**31 - 1} or less")
         return value
     return whole_number
 

@@ -18,7 +18,7 @@ OPENED_WITH = {  # what can be done with a format, beside converting it
     ".ply": "SuperSplat (superspl.at/editor) and every other 3DGS viewer", ".compressed.ply": "SuperSplat (superspl.at/editor), PlayCanvas",
     ".splat": "SuperSplat (superspl.at/editor), antimatter15.com/splat", ".spz": "SuperSplat (superspl.at/editor), Spark, Babylon.js"}
 READS = ("it reads maps (.ply, .compressed.ply, .splat, .spz), meshes, poses (.txt), checkpoints, pictures, recordings (a rosbag2 folder, .mcap, .db3), the folder or report.json of a "
-         "replay, COLMAP models, and folders of 7-Scenes and TUM")
+         "replay, COLMAP models, packed scenes (.npz), and folders of 7-Scenes and TUM")
 PICTURES = (".png", ".jpg", ".jpeg")
 MESHES = (".obj", ".glb", ".gltf", ".stl", ".off")
 LARGE_BYTES = 100 << 20  # reading says so
@@ -119,7 +119,7 @@ def describe(path: str) -> str:
                 return tables
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    known = {**dict.fromkeys(MESHES, _open3d_mesh), ".npy": _npy, ".f32.gz": _splat_js, ".txt": _tum, ".json": _report,
+    known = {**dict.fromkeys(MESHES, _open3d_mesh), ".npy": _npy, ".f32.gz": _splat_js, ".txt": _tum, ".json": _report, ".npz": _packed,
              **dict.fromkeys(PICTURES, _picture)}
     if special := next((known[suffix] for suffix in known if name.endswith(suffix)), None):
         return special(path)
@@ -259,6 +259,17 @@ def _report(path: str) -> str:
         raise InputError(f"{path}: a .json that is no report of a replay or training; {READS}") from None
     beside = [p for p in sorted(Path(path).parent.iterdir()) if p.name.endswith((".ply", ".spz", ".splat", ".txt", ".png", ".html", ".log"))]
     return "\n".join([what, said, *(f"  {p}  {p.stat().st_size:,} bytes" for p in beside)])
+
+
+def _packed(path: str) -> str:
+    from spirula_gpu.dataset import Scene, SceneError
+    try:
+        scene = Scene.load(path)
+    except SceneError as error:
+        raise InputError(str(error)) from None
+    sizes = ", ".join(sorted({f"{c.width}x{c.height}" for c in scene.cameras}))
+    return (f"{path}: packed scene, {len(scene.names):,} images {sizes}, {len(scene.points):,} sparse points, depth {'yes' if scene.depths else 'no'}, {os.path.getsize(path):,} bytes\n"
+            f"train a map of it  spirula train {path} OUT")
 
 
 def _picture(path: str) -> str:

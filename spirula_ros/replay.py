@@ -78,7 +78,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     if run.problem:
         print(f"warning: {run.problem}", file=screen)
     if mapper.ledger.counts().used == 0:
-        raise InputError(f"{options.bag}: not one frame could be used; " + run.intake.describe_silence().replace("\n", "; "))
+        raise InputError(f"{options.bag}: not one frame could be used{run.stopped()}; " + run.intake.describe_silence().replace("\n", "; "))
     return outcome
 
 
@@ -188,6 +188,13 @@ class Run:
                  "last_problem": self.intake.last_problem, "config": {name: value for name, value, _ in rows(self.settings.config)}}
         return write_report(out, self.mapper, ask=self.driver.ask, seconds=timing.pop("seconds"), timing=timing, extra=extra, mesh=self.options.mesh,
                             map_file=self.settings.ros.output.map_file)
+
+    def stopped(self) -> str:
+        """What ended the stream before the recording did, for a message; '' when nothing did."""
+        if not self.stopped_early:
+            return ""
+        why = f"--max-seconds {self.options.max_seconds:g} ended it, give more" if self.stopped_early == "max_seconds" else self.stopped_early
+        return f" ({why}, after {self.images_sent} of {self.bag.images(self.topics)} images)"
 
     def save(self) -> str:
         """The checkpoint, when checkpoint.path names one and there is a map: '' or why it was not saved."""

@@ -149,8 +149,10 @@ def described(report: dict) -> str:
 
 
 def too_few(report: dict) -> str:
-    """That there was no time for the steps that are due for the frames; '' when there was."""
+    """That there was no time for the steps that are due for the frames, or no frame to train with; '' when there was."""
     due = report.get("steps_due", 0)
+    if due and not report["keyframes"] and report["frames"]["used"]:
+        return " (every frame was held out and only measured; to train: --holdout 0, or 2 and more)"
     return "" if report["steps"] >= due else f" of {due} due for the frames (train.steps_per_frame; a lower --rate, --lossless or --refine-steps {due - report['steps']} gives them time)"
 
 

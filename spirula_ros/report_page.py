@@ -39,8 +39,8 @@ def page(report: dict, sentence: str, picture: Path) -> str:
     if len(report.get("curve", [])) > 1:
         parts.append("<h2>Held-out PSNR while it trained, dB</h2>" + chart([(point["step"], point["psnr"]) for point in report["curve"]], "step"))
     if len(frames) > 1:
-        at = [(h["index"], "image") if "index" in h else ((h["stamp_ns"] - frames[0]["stamp_ns"]) / 1e9, "s since the first of them") for h in frames]
-        parts.append("<h2>PSNR of each held-out frame, dB</h2>" + chart([(x, h["psnr"]) for (x, _), h in zip(at, frames)], at[0][1]))
+        at = [(h["index"], "image") if "index" in h else ((h["stamp_ns"] - min(f["stamp_ns"] for f in frames)) / 1e9, "s since the first of them") for h in frames]
+        parts.append("<h2>PSNR of each held-out frame, dB</h2>" + chart(sorted(((x, h["psnr"]) for (x, _), h in zip(at, frames)), key=lambda p: p[0]), at[0][1]))
     parts.append(f"<h2>Memory of the engine: {mib(report['vram_total'])}</h2>" + bars(report["vram"]))
     for name in ("settings", "config"):
         if report.get(name):
@@ -54,7 +54,7 @@ def figures(report: dict) -> list[tuple[str, str]]:
     number = lambda x, form, unit="": "n/a" if x is None else f"{x:{form}}{unit}"
     rows = [("held-out PSNR", number(report["heldout_psnr"], ".2f", " dB")), (".. colour-corrected", number(report["heldout_cc_psnr"], ".2f", " dB")),
             ("held-out SSIM", number(report["heldout_ssim"], ".4f")), ("Gaussians", f"{report['gaussians']:,}"),
-            ("steps", f"{report['steps']:,}; {report['steps_due']:,} were due for the frames")]
+            ("steps", f"{report['steps']:,}" + (f" of {report['steps_due']:,} due" if report["steps"] <= report["steps_due"] else f", {report['steps_due']:,} due for the frames and the rest after them"))]
     if "frames" in report:
         dropped = ", ".join(f"{n} {reason}" for reason, n in report["frames"]["dropped"].items())
         rows.append(("mode", report.get("mode", "live")))

@@ -5,7 +5,7 @@ from typing import Any, Iterable, NamedTuple
 
 import yaml
 
-from spirula_gpu.config import Config
+from spirula_gpu.config import Config, unknown
 
 from . import params
 from .errors import InputError
@@ -56,8 +56,10 @@ def read_assignments(assignments: list[str], rows: Iterable[tuple], listed_by: s
         name, equals, text = assignment.partition("=")
         if not equals:
             raise InputError(f"--set {assignment}: write group.name=value; `{listed_by}` lists the names")
+        if name not in defaults:
+            raise InputError(f"--set {assignment}: {unknown(name, defaults)}; `{listed_by}` lists all")
         try:
-            values[name] = text if isinstance(defaults.get(name), str) else yaml.safe_load(text)
+            values[name] = text if isinstance(defaults[name], str) else yaml.safe_load(text)
         except yaml.YAMLError:
             raise InputError(f"--set {assignment}: '{text}' is not a value") from None
     return values

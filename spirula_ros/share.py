@@ -17,6 +17,8 @@ def config_file(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
+    if path.is_dir():
+        raise FileNotFoundError(f"{name}: a folder; give a parameter file in it (`spirula params` prints one)")
     path = share_directory() / "config" / f"{name}.yaml"
     if not path.is_file():
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))

@@ -70,10 +70,11 @@ def train(options: TrainOptions, config: OfflineConfig, screen: TextIO | None = 
     started = time.monotonic()
     scene = read_scene(options.data, say=lambda line: print(line, file=screen), **options.rig)
     try:
+        note = hold_out_note(options.hold_out, len(scene.names))
         data = TrainingSet(scene.frames(options.size, options.hold_out), scene.extent, scene.points, scene.colors)
         out, camera = prepare_folder(options.out), data.train[0].camera
         print(f"{len(data.train)} images and {len(data.held_out)} held out, {camera.width}x{camera.height}, {len(scene.points):,} sparse points, "
-              f"depth {'yes' if scene.depths else 'no'}", file=screen, flush=True)
+              f"depth {'yes' if scene.depths else 'no'}" + note, file=screen, flush=True)
         read_s = time.monotonic() - started
         with OfflineRun(data, config) as run, StopRequest(None) as stop:
             remove_earlier(out)
@@ -98,6 +99,14 @@ def check_out(options: TrainOptions) -> None:
         raise InputError(f"OUT {options.out} is DATA itself: its files and the results would mix; choose another OUT")
     if data in out.parents and out.is_dir() and not (out / "report.json").exists() and any(out.iterdir()):
         raise InputError(f"OUT {options.out} is a folder of DATA that holds other files: they and the results would mix; choose another OUT")
+
+
+def hold_out_note(every: int, images: int) -> str:
+    """That no image measures though one should; '' when one does. Raises InputError when none trains."""
+    if every == 1:
+        raise InputError(f"--hold-out 1 leaves none of {images} images to train with: give 2 or more, or 0 to hold out none")
+    most = 2 * images - 1   # held out is index % every == every // 2
+    return f"; --hold-out {every} holds out none of {images} images, so nothing is measured; 2 to {most} would" if every > most else ""
 
 
 def remove_earlier(out: Path) -> None:

@@ -59,6 +59,8 @@ def test_a_closed_pipe_is_no_error():
     (["replay", "x", "--holdout", "-1"], "'-1' must be 0 or more"), (["replay", "x", "--backend", "tpu"], "invalid choice"),
     (["bag", "synthetic", "x", "--size", "160"], "write it as 160x120"), (["bag", "synthetic", "x", "--size", "0x5"], "1..32767"),
     (["bag", "synthetic", "x", "--frames", "1"], "'1' must be 2 or more"),
+    (["bag", "synthetic", "x", "--frames", "1e9"], "'1e9' must be a whole number, written in digits, like 2"),
+    (["forecast", "--size", "64x48", "--cameras", "999999999999"], "'999999999999' must be 2147483647 or less"),
     (["bag", "from-rgbd", "x", "y", "--intrinsics", "1 2 3"], "4 numbers are needed"),
     (["forecast", "--size", "64x48", "--pairs", "0"], "'0' must be a whole number from 1 to"),
     (["forecast", "--size", "64x48", "--gaussians", "10Q"], "'10Q' must be a whole number from 0 to"),
@@ -73,7 +75,7 @@ def test_bad_usage(capsys, argv, message):
 
 @pytest.mark.parametrize("options, message", [
     (["--config", "nonesuch"], "no such file, and no installed configuration of that name .*default"),
-    (["--set", "train.steps=1"], "unknown parameter 'train.steps'"), (["--set", "steps_per_frame"], "write group.name=value"),
+    (["--set", "train.steps=1"], "unknown parameter 'train.steps'.*; `spirula params` lists all"), (["--config", "."], "--config .: a folder; give a parameter file"), (["--set", "steps_per_frame"], "write group.name=value"),
     (["--set", "train.steps_per_frame=many"], "must be int"), (["--set", "engine.sh_degree=7"], r"must lie in \[0, 3\]"),
     (["--set", "gate.min_rotation_deg=.nan"], "must lie in"), (["--set", "intake.depth=maybe"], "must be one of require, use_if_there, ignore"),
     (["--depth-topic", "/nope"], "--depth-topic /nope is not in"), (["--out", "/proc/x"], "choose another folder"),

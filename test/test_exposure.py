@@ -42,6 +42,11 @@ def test_outliers_masks_and_a_wrong_pose():
     assert np.exp(log_gain(exposed(wall(off)[0], 0.8), rgb / 255, FULL)) == pytest.approx([0.8] * 3, rel=0.03)
 
 
+@pytest.mark.parametrize("height, width", [(1, 1), (4, 1), (1, 4), (3, 3)])
+def test_images_of_a_few_pixels_are_no_answer_and_no_error(height, width):
+    assert log_gain(np.full((height, width, 3), 100, np.uint8), np.full((height, width, 3), 0.4, np.float32), np.ones((height, width), np.float32)) is None
+
+
 def test_too_little_to_compare_is_no_answer():
     rgb, _ = wall(np.eye(4))
     alpha = FULL.copy()

@@ -83,6 +83,17 @@ def test_a_held_out_frame_leaves_no_trace_in_the_map():
     assert len(mapper.evaluate()) == 1 and mapper.evaluate()[0].psnr != other.evaluate()[0].psnr
 
 
+def test_a_held_out_frame_that_comes_again_counts_once():
+    """As in a resumed replay, which plays its recording from the start."""
+    mapper = feed(Mapper(SMALL), frame(0), frame(1, held_out=True))
+    mapper.evaluate()
+    newest = frame(1, held_out=True, rgb=np.zeros((30, 40, 3), np.uint8))
+    feed(mapper, newest, frame(2, held_out=True))
+    results = mapper.evaluate()
+    assert [r.frame.stamp_ns for r in results] == [newest.stamp_ns, frame(2).stamp_ns] and not results[0].frame.rgb.any()
+    assert mapper.status().held_out == 2 and mapper.status().heldout_psnr == pytest.approx(np.mean([r.psnr for r in results]))
+
+
 @pytest.mark.parametrize("path", ["fifo", "folder", "no/such/folder/map.ckpt", "/proc/map.ckpt"])
 def test_a_checkpoint_that_cannot_be_written_is_refused_at_the_start(path):
     os.mkfifo("fifo")

@@ -90,6 +90,14 @@ def test_unknown_depth_adds_nothing():
     assert [len(part) for part in mesher.extract()] == [0, 0, 0] and mesher.changed_chunks() == ()
 
 
+@pytest.mark.parametrize("width, height, at", [(160, 120, (1, 1)), (160, 120, (118, 3)), (3, 120, (0, 0)), (1, 1, (0, 0)), (162, 122, (120, 160))])
+def test_depth_between_the_pixels_that_open3d_looks_at_adds_nothing(width, height, at):
+    mesher, depth_m = TsdfMesher(CONFIG), np.zeros((height, width), np.float32)
+    depth_m[at] = 2
+    mesher.integrate(depth_m, np.zeros((height, width, 3), np.uint8), CAMERA.resized(width, height), np.eye(4))
+    assert [len(part) for part in mesher.extract()] == [0, 0, 0]
+
+
 def test_chunks_partition_the_mesh():
     vertices, triangles, colors = fused_room().extract()
     chunks = [cut() for _, _, cut in split(vertices, triangles, colors, 1.5)]

@@ -87,6 +87,8 @@ def test_images_that_do_not_fit_their_camera_are_refused(frames):
         changed(scene, images=(scene.images[0], png(np.zeros((10, 10, 3), np.uint8)))).frames()
     with pytest.raises(SceneError, match="depth of view01: not an image"):
         changed(scene, depths=(scene.depths[0], b"nothing")).frames()
+    with pytest.raises(SceneError, match="view00: not an image that can be read .0 bytes.; was it cut"):
+        changed(scene, images=(b"", scene.images[1])).frames()
 
 
 def write_colmap(root: Path, frames: list[Frame], model: str = "PINHOLE 48 36 40 41 23 18.5") -> None:
@@ -322,7 +324,7 @@ def test_the_bench_runs_variants_and_writes_what_it_found(packed, tmp_path):
 @pytest.mark.parametrize("words, message", [
     (["--set", "schedule.lr_maen=1"], "unknown parameter 'schedule.lr_maen'"),
     (["--variant", "lr_mean=1"], "unknown parameter 'lr_mean'; did you mean 'schedule.lr_mean'"),
-    (["--set", "schedule.noise=-1"], "schedule.noise = -1.0 : must lie in"),
+    (["--set", "schedule.noise=-1"], "schedule.noise = -1.0: must lie in"),
     (["--set", "schedule.lr_mean"], "must be name=value"),
     (["--eval", "8000"], "must lie in 0..7000 .schedule.max_steps"),
     (["--set", "engine.precision=Compact"], "engine.precision = 'Compact': must be full or compact"),

@@ -198,6 +198,17 @@ def test_max_seconds_stops_reading(room, tmp_path):
     assert (tmp_path / "out" / "compare.png").exists()
 
 
+def test_stopped_before_the_first_frame_says_so(room, tmp_path):
+    with pytest.raises(InputError, match=r"not one frame could be used \(--max-seconds 1e-09 ended it, give more, after 0 of 20 images\)"):
+        run(room, tmp_path / "out", max_seconds=1e-9)
+
+
+def test_only_held_out_frames_train_nothing_and_say_so(room, tmp_path):
+    from spirula_gpu.mapper import Mapper
+    _, found, sentence = run(room, tmp_path / "out", make=Mapper, holdout=1, mesh=False, assignments=("engine.backend=cpu",))
+    assert found["steps"] == 0 < found["steps_due"] and "0 steps (every frame was held out and only measured; to train: --holdout 0, or 2 and more); frames 20 in" in sentence
+
+
 def test_max_seconds_leaves_the_rest_to_refinement(room, tmp_path):
     _, found, sentence = run(room, tmp_path / "out", max_seconds=1.0, refine_seconds=60)
     assert "cut short by --max-seconds during the refinement" in sentence

@@ -34,6 +34,13 @@ def test_a_page_is_one_file_and_escapes_what_it_is_told(report, tmp_path):
     assert text.count("<polyline") == (2 if "curve" in report else 1 if report["heldout"] else 0)
 
 
+def test_held_out_frames_are_drawn_in_the_order_of_their_stamps_and_steps_beside_what_was_due(tmp_path):
+    frames = [{"stamp_ns": 10**18 + s * 10**9, "psnr": p} for s, p in ((2, 26.0), (0, 20.0), (1, 23.0))]   # a second recording that began earlier
+    text = page({**REPLAYED, "steps": 205, "steps_due": 145, "heldout": frames}, "it ended", tmp_path / "none.png")
+    across = [float(point.split(",")[0]) for point in re.search(r'<polyline points="([^"]+)"', text)[1].split()]
+    assert across == sorted(across) and across[0] == report_page.LEFT and "205, 145 due for the frames and the rest" in text
+
+
 def test_a_chart_puts_points_where_its_numbers_say():
     points = [(0, 12.0), (100, None), (300, 25.5), (700, 21.0)]
     tree = ElementTree.fromstring(chart(points, "step"))

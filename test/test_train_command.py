@@ -55,6 +55,13 @@ def refused(capsys, *words) -> str:
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("every, measured", [(47, 1), (48, 0), (0, 0)])
+def test_a_hold_out_beyond_the_set_says_that_nothing_is_measured(packed, capsys, every, measured):
+    code, _, err = spirula(capsys, "train", packed, "out", *QUICK, "--steps", "1", "--hold-out", every)
+    assert code == 0 and len(json.loads(Path("out/report.json").read_text())["heldout"]) == measured
+    assert ("; --hold-out 48 holds out none of 24 images, so nothing is measured; 2 to 47 would\n" in err) == (every == 48)
+
+
 def test_a_colmap_project_becomes_a_map_with_its_report(project, capsys):
     import pycolmap
     report, said = trained(capsys, project, "out", "--eval", "0,30")
@@ -119,6 +126,14 @@ def test_a_folder_with_depth(frames, capsys):
     assert "train a map of it       spirula train" in spirula(capsys, "info", folder)[1]
 
 
+def test_info_knows_what_is_trained_on(packed, capsys):
+    code, told, _ = spirula(capsys, "info", packed)
+    assert code == 0 and "packed scene, 24 images 48x36, 0 sparse points, depth yes" in told and f"spirula train {packed} OUT" in told
+    np.savez("other.npz", x=1)
+    code, _, err = spirula(capsys, "info", "other.npz")
+    assert code == 2 and err.startswith("spirula: other.npz: not a packed scene: ") and err.count("\n") == 1
+
+
 def test_info_knows_the_results(packed, capsys):
     _, said = trained(capsys, packed, "out")
     for path in ("out", "out/report.json"):
@@ -177,13 +192,14 @@ def test_a_first_step_that_is_refused_writes_nothing(packed, capsys, monkeypatch
 
 @pytest.mark.parametrize("words, message", [
     (["--set", "schedule.lr_finel=0.3"], "unknown parameter 'schedule.lr_finel'; did you mean 'schedule.lr_final'"),
+    (["--set", "foo.bar=1"], "--set foo.bar=1: unknown parameter 'foo.bar'; `spirula train --list` lists all"),
     (["--set", "lr_final"], "--set lr_final: write group.name=value; `spirula train --list` lists the names"),
     (["--set", "init.source=guess"], "init.source = 'guess': must be points or insert"),
-    (["--set", "engine.sh_degree=7"], "engine.sh_degree = 7 : must lie in [0, 3]"),
+    (["--set", "engine.sh_degree=7"], "engine.sh_degree = 7: must lie in [0, 3]"),
     (["--max-gaussians", "400M"], "engine.max_gaussians = 400000000 Gaussians: must lie in [1, 200000000]"),
     (["--steps", "100", "--eval", "50,200"], "--eval 200 is beyond the last step: 0..100 (--steps)"),
     (["--size", "96x72"], "size 96x72 is larger than view00 (48x36); images only shrink"),
-    (["--hold-out", "1"], "0 training frames"),
+    (["--hold-out", "1"], "--hold-out 1 leaves none of 24 images to train with: give 2 or more, or 0 to hold out none"),
     (["--color-f", "500"], "--color-f is for folders of 7-Scenes and TUM"),
 ])
 def test_options_that_do_not_fit(packed, capsys, words, message):
@@ -206,7 +222,7 @@ def test_data_that_is_none(capsys, frames):
     scene = scene_of(frames[:3])
     Scene(scene.names, scene.cameras, np.repeat(scene.T_world_cam[:1], 3, 0), scene.images, scene.depths).save("still.npz")
     for data, message in (("nope", "nope: does not exist"), ("empty", "empty: not a COLMAP project"), ("notes.txt", "notes.txt: not a COLMAP project"),
-                          ("broken.npz", "broken.npz: not a packed scene"), ("still.npz", "still.npz: 3 training frames, extent 0.0: both must be positive")):
+                          ("broken.npz", "broken.npz: not a packed scene: no .npz archive, or one that was cut short; copy it again"), ("still.npz", "still.npz: 3 training frames, extent 0.0: must be positive, cameras at one place have none; give images")):
         err = refused(capsys, data, "out", "--backend", "cpu")
         assert message in err and err.startswith("spirula: ") and err.count("\n") == 1 and not Path("out").exists(), err
 
