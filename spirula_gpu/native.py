@@ -110,7 +110,7 @@ def library_path(backend: str) -> Path:
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    raise NativeError("device", f"{name} is not in {', '.join(map(str, folders))}; build it with `make lib`, `pip install .` or colcon")
+    raise NativeError("device", f"{name} is not in {', '.join(map(str, folders))}; build it with `make lib`, `pip install .` or colcon" + (", on a machine with nvcc and a GPU or with CMAKE_ARGS=-DSPIRULA_CUDA=ON" if backend == "cuda" else ""))
 
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must not spin: the executor needs the cores too
