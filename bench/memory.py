@@ -61,7 +61,7 @@ def techniques(scene) -> dict:
             with load_engine(scene, n, False, dict(precision=precision, arena_alias=alias)) as engine:
                 stats = step_of(scene, engine, cameras, width, height)()
                 report = engine.vram()
-                by_category = {name: mib(used if alias else capacity) for name, (used, capacity) in report.categories.items() if used or capacity}
+                by_category = {name: mib(used) for name, (used, _) in report.categories.items() if used}
                 held[f"{precision}, {'arena' if alias else 'a buffer per row'}"] = dict(total_mib=mib(report.total), **by_category)
     pairs, isects, tested = stats.n_pairs, stats.n_isects, n * cameras
     K = 48  # floats of SH

@@ -223,9 +223,8 @@ class Keyframes:
         if self._choices % JUDGED_EVERY == 0:
             self._limit = self._highest_fit(loss)
         self._choices += 1
-        if self._limit < np.inf:
-            unfit = np.array([self._unfit(k) for k in self._all])
-            self.unfit, weight[unfit] = int(unfit.sum()), RARELY * np.median(weight)
+        unfit = np.array([self._limit < np.inf and self._unfit(k) for k in self._all])
+        self.unfit, weight[unfit] = int(unfit.sum()), RARELY * np.median(weight)
         return self._all[int(self._rng.choice(len(self._all), p=weight / weight.sum()))]
 
     def _unfit(self, keyframe: Keyframe) -> bool:

@@ -410,6 +410,13 @@ def test_a_keyframe_that_does_not_fit_is_trained_rarely_and_comes_back():
     for _ in range(30):
         bad.trained(0.1)
     assert often() > 0.4 and keyframes.unfit == 0
+    for _ in range(30):
+        bad.trained(0.5)
+    assert often() < 0.05 and keyframes.unfit == 1
+    for k in keyframes:
+        k.correct(np.eye(4))   # a loop has closed: all are to be judged anew
+    often()
+    assert keyframes.unfit == 0
 
 
 def test_keyframes_of_wrong_poses_cost_less_than_they_would():
