@@ -84,7 +84,7 @@ def test_a_map_that_cannot_grow_is_as_it_was(what, no_paging, backend):
 
     refused = refuse_each(context, MAP_GROWS[what], unchanged)
     assert refused == sum(row.capacity_bytes > held[name] for name, row in context.report().items() if row.saved), "every row that grows"
-    assert refused > (5 if backend == "cpu" else 1)  # a page of a GPU is 2 MiB: most rows have room
+    assert refused > (5 if backend == "cpu" else 0)  # a page of a GPU is 2 MiB: most rows have room
     MAP_GROWS[what](other)
     assert len(context) == len(other) > 16384
     assert_rows(context, other.map_rows())
