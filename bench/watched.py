@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spirula_gpu import Config, Frame, Mapper
+from spirula_gpu.keyframes import Keyframe
 from spirula_gpu.output import HeldOut
 
 
@@ -17,7 +18,9 @@ class Look:
     wall_s: float     # since the first frame
     steps: int
     gaussians: int
-    renders: list     # as HeldOut.of takes them
+    renders: list     # as HeldOut.of takes them, at poses corrected as those of the keyframes about them
+    given: list       # .. and at their poses as given, where they differ and someone asked
+    aligned: list     # .. and where their own images say that they are: what the map is worth, wherever it lies
 
     def held_out(self) -> list[HeldOut]:
         with ThreadPoolExecutor() as pool:  # numpy and OpenCV let go of the interpreter
@@ -27,15 +30,16 @@ class Look:
         """Means over those frames; null where there are none."""
         each = [(h.psnr, h.cc_psnr, h.ssim) for h in self.held_out()]
         means = [round(float(x), 4) for x in np.mean(each, axis=0)] if each else [None] * 3
+        given = {name: round(float(np.mean([HeldOut.of(*seen).psnr for seen in renders])), 4) for name, renders in (("given_psnr", self.given), ("aligned_psnr", self.aligned)) if renders}
         return dict(phase=self.phase, wall_s=round(self.wall_s, 3), steps=self.steps, gaussians=self.gaussians, held_out=len(each),
-                    **dict(zip(("psnr", "cc_psnr", "ssim"), means)))
+                    **dict(zip(("psnr", "cc_psnr", "ssim"), means)), **given)
 
 
 class WatchedMapper(Mapper):
     """A Mapper with a clock at its stages and renders of the held-out frames at chosen times; it maps as any other."""
 
     def __init__(self, config: Config):
-        self.stages = {name: [0, 0.0] for name in ("gate", "insert", "step", "evaluate")}  # calls, seconds
+        self.stages = {name: [0, 0.0] for name in ("gate", "align", "insert", "step", "evaluate")}  # calls, seconds
         self.looks, self.begun, self._look_at = [], time.monotonic(), []
         super().__init__(config)
 
@@ -53,8 +57,24 @@ class WatchedMapper(Mapper):
     def _add(self, frame: Frame) -> None:
         if frame.held_out:
             return super()._add(frame)
-        with self._timed("insert"):  # on a GPU this waits for the step that runs
-            super()._add(frame)
+        align = self.stages["align"]
+        before, begin = align[1], time.perf_counter()
+        super()._add(frame)  # on a GPU the first of it waits for the step that runs
+        insert = self.stages["insert"]
+        insert[0], insert[1] = insert[0] + 1, insert[1] + time.perf_counter() - begin - (align[1] - before)
+
+    def _begin_map(self) -> None:
+        super()._begin_map()
+        refine, track = self._trainer.refine, self._trainer.refinement.track
+
+        def timed(keyframe):
+            with self._timed("align"):  # pose and exposure, at arrival and again
+                refine(keyframe)
+
+        def tracked(*args):
+            with self._timed("align", 0):
+                track(*args)
+        self._trainer.refine, self._trainer.refinement.track = timed, tracked
 
     def _steps(self, n: int, behind: bool = False) -> None:
         with self._timed("step", n):
@@ -71,16 +91,27 @@ class WatchedMapper(Mapper):
         self.begun = time.monotonic()
         self._look_at = [self.begun + s for s in look_after_s]
 
-    def look(self, phase: str) -> None:
+    def look(self, phase: str, given: bool = False) -> None:
         """On the thread that owns the map. Rendering alone: what the pictures are worth is worked out at the end."""
         wall_s = time.monotonic() - self.begun
         with self._timed("evaluate", len(self._held_out)):
             gains = self._keyframes.log_gain_at([f.stamp_ns for f in self._held_out])
-            renders = [(f, self._output.render(f.camera, f.T_cam_world)[0], gain) for f, gain in zip(self._held_out, gains)]
-        self.looks.append(Look(phase, wall_s, self._trainer.steps, len(self._engine), renders))
+            seen = lambda frames: [(f, self._output.render(f.camera, f.T_cam_world)[0], gain) for f, gain in zip(frames, gains)]
+            placed = [self._keyframes.placed(f) for f in self._held_out]
+            moved = given and any(f is not p for f, p in zip(self._held_out, placed))
+            renders, renders_given, aligned = seen(placed), seen(self._held_out) if moved else [], seen(map(self._aligned, placed)) if moved else []
+        self.looks.append(Look(phase, wall_s, self._trainer.steps, len(self._engine), renders, renders_given, aligned))
+
+    def _aligned(self, frame: Frame) -> Frame:
+        r, keyframe = self._trainer.refinement, Keyframe(-1, frame, 0.0)
+        counts = r.state()
+        for _ in range(3):
+            r._align(keyframe)
+        r.resume(counts)
+        return keyframe.frame
 
     def stage_ms(self) -> dict:
-        """Mean wall milliseconds: of a frame through the gate, a keyframe inserted, a step, a held-out frame rendered."""
+        """Mean wall milliseconds: of a frame through the gate, a keyframe's pose and exposure found, a keyframe inserted but for that, a step (with what is aligned on the way), a held-out frame rendered."""
         return {name: dict(calls=int(calls), ms=round(1e3 * seconds / max(calls, 1), 4), seconds=round(seconds, 3))
                 for name, (calls, seconds) in self.stages.items()}
 

@@ -3,6 +3,8 @@ are fitted together, the poses anchored at what was given, as firmly as the trac
 off by several percent; poses that are right (COLMAP) must not drift."""
 from __future__ import annotations
 
+import math
+
 import cv2
 import numpy as np
 
@@ -39,6 +41,58 @@ def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[
             found &= s[tuple(np.clip(at.astype(int), 0, np.array(s.shape[::-1]) - 1).T[::-1])] > 0
     seen[seen.sum(1) < LEAST] = False
     return _fitted(rays, inv, [c for _, c, _ in views], T, seen, there, float(np.median(known)))
+
+
+def disagreement(a: tuple[np.ndarray, Camera], b: tuple[np.ndarray, Camera], T_b_a: np.ndarray) -> float | None:
+    """rad: how much farther tracks from a into b, (gray [h,w] uint8, camera) of one size, lie from their epipolar lines by T_b_a [4,4] than by the motion that fits them best: of the
+    medians, and NOISE_PX at least. None: fewer than twice LEAST tracks. No depth is needed: where tracks lie along their lines is left to it."""
+    (gray, camera), (other, lens) = a, b
+    scale = gray.std() / max(other.std(), 1.0)   # optical flow takes exposures for equal
+    other = cv2.convertScaleAbs(other, alpha=scale, beta=gray.mean() - scale * other.mean())
+    corners = cv2.goodFeaturesToTrack(gray, CORNERS, 0.01, max(3, max(gray.shape) // 50))
+    if corners is None:
+        return None
+    at, found, _ = cv2.calcOpticalFlowPyrLK(gray, other, corners, None, winSize=(WINDOW_PX, WINDOW_PX), maxLevel=3)
+    back, found_back, _ = cv2.calcOpticalFlowPyrLK(other, gray, at, None, winSize=(WINDOW_PX, WINDOW_PX), maxLevel=3)
+    good = (found[:, 0] > 0) & (found_back[:, 0] > 0) & (np.linalg.norm((back - corners)[:, 0], axis=1) < BACK_PX)
+    if good.sum() < 2 * LEAST:
+        return None
+    rays_a, rays_b = (np.column_stack([(p[good, 0] + 0.5 - (c.cx, c.cy)) / (c.fx, c.fy), np.ones(good.sum())]) for p, c in ((corners, camera), (at, lens)))
+    before, after = (float(np.median(np.abs(_across(rays_a, rays_b, T)))) for T in (T_b_a, _by_tracks(rays_a, rays_b, T_b_a, NOISE_PX / lens.fx)))
+    return math.sqrt(max(before**2 - max(after, NOISE_PX / lens.fx) ** 2, 0.0))
+
+
+def _across(rays_a, rays_b, T) -> np.ndarray:
+    """[F] rad: how far tracks lie from their epipolar lines in b, of T [4,4] from a to b; without a base line, from their points along the longer way."""
+    turned = rays_a @ T[:3, :3].T
+    (x, y, z), t = turned.T, T[:3, 3]
+    normals = np.stack([t[1] * z - t[2] * y, t[2] * x - t[0] * z, t[0] * y - t[1] * x], 1)
+    lines = np.linalg.norm(normals[:, :2], axis=1)
+    off = rays_b[:, :2] - turned[:, :2] / np.maximum(turned[:, 2:], 1e-6)
+    return np.where(lines > 1e-9, (normals * rays_b).sum(1) / np.maximum(lines, 1e-9), np.linalg.norm(off, axis=1))
+
+
+def _by_tracks(rays_a, rays_b, T, noise) -> np.ndarray:
+    """The T near the given one that the tracks agree with best: damped Gauss-Newton, Huber weights."""
+    for _ in range(ITERATIONS[0]):
+        r = _across(rays_a, rays_b, T)
+        J = np.stack([(_across(rays_a, rays_b, move @ T) - r) / 1e-5 for move in _nudges(np.linalg.norm(T[:3, 3]))], 1)
+        weight = 1 / np.maximum(np.abs(r) / (2 * noise), 1)
+        A = J.T @ (J * weight[:, None])
+        step = -np.linalg.solve(A + 1e-3 * np.diag(np.diag(A)) + 1e-12 * np.eye(6), J.T @ (weight * r))
+        T = _moved_by(step * np.repeat([np.linalg.norm(T[:3, 3]), 1.0], 3)) @ T
+    return T
+
+
+def _moved_by(step: np.ndarray) -> np.ndarray:
+    move = np.eye(4)
+    move[:3, :3], move[:3, 3] = cv2.Rodrigues(step[3:])[0], step[:3]
+    return move
+
+
+def _nudges(base_m: float) -> list[np.ndarray]:
+    """1e-5 along each axis, in units of the base line, and around it."""
+    return [_moved_by(1e-5 * np.eye(6)[k] * (base_m if k < 3 else 1.0)) for k in range(6)]
 
 
 def _padded(image: np.ndarray, size) -> np.ndarray:

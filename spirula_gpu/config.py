@@ -84,16 +84,16 @@ class PruneConfig:
     min_opacity: float = param(0.005, "", "Gaussians below this opacity go", 0, 1, True)
     max_scale_m: float = param(2.0, "m", "Gaussians with a larger axis go", 0, 10000, True)
     growth: float = param(0.04, "", "each time, the map grows by at most this share: Gaussians that fit badly are divided; 0 = only insertion makes new ones", 0, 1, True)
-    growth_error: float = param(0.2, "px", "how badly: pixels covered times mean |render - image| there (colours in 0..1), which halves with each division", 0, 1000, True)
+    growth_error: float = param(0.5, "px", "how badly: pixels covered times mean |render - image| there (colours in 0..1), which halves with each division", 0, 1000, True)
     relocate: bool = param(True, "", "at max_gaussians or the budget, move weak Gaussians onto poorly fitted ones instead of growing", live=True)
 
 
 @dataclass(frozen=True)
 class RefineConfig:
     exposure: bool = param(True, "", "estimate a gain per channel of each keyframe, so that the map keeps one exposure", live=True)
-    pose: bool = param(False, "", "align each keyframe with the map, anchored to the pose that came with it: for poses that are off by a pixel and more", live=True)
-    pose_sigma: float = param(0.01, "", "noise of given positions along each axis, as a share of the median depth of the view", 1e-6, 1, True)
-    pose_sigma_deg: float = param(1.0, "deg", "noise of given rotations about each axis", 1e-4, 90, True)
+    pose: bool = param(True, "", "align each keyframe with the map, anchored to the pose that came with it, by as much as tracked corners say that poses are off; frames between keyframes follow", live=True)
+    pose_sigma: float = param(0.01, "", "most that given positions may be off along each axis (one sigma), as a share of the median depth of the view", 1e-6, 1, True)
+    pose_sigma_deg: float = param(1.0, "deg", "most that given rotations may be off about each axis", 1e-4, 90, True)
     interval_steps: int = param(10, "steps", "the keyframe of every so many-th step is refined again; 0 = only at its arrival", 0, 1_000_000, True)
     lr_final: float = param(0.1, "", "share to which all Adam steps fall exponentially while the map is refined for a given time (~/finish, --refine-seconds, --refine-steps); 1 = constant", 1e-3, 1, True)
 

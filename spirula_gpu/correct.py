@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 
 from .camera import Frame
@@ -82,6 +83,21 @@ class Motions(NamedTuple):
     def place(self, frame: Frame) -> Frame:
         (D,), (moves,) = self.of([frame.stamp_ns])
         return replace(frame, T_world_cam=D @ frame.T_world_cam) if moves else frame
+
+
+def as_one(found: Motions, G: np.ndarray, T: np.ndarray, scale: Scale) -> Motions:
+    """All frames, whose cameras are at T [n,4,4], by G [4,4]."""
+    D = np.broadcast_to(G, found.D.shape)
+    return Motions(found.stamps, D, scale.px(D @ T, T) > MOVED_PX)
+
+
+def mean_motion(T: np.ndarray, T_new: np.ndarray) -> np.ndarray:
+    """G [4,4]: cameras at G @ T [n,4,4] lie and look in the mean as those at T_new [n,4,4] do."""
+    turns = [cv2.Rodrigues(b @ a.T)[0][:, 0] for a, b in zip(T[:, :3, :3], T_new[:, :3, :3])]   # in the world
+    G = np.eye(4)
+    G[:3, :3] = cv2.Rodrigues(np.mean(turns, axis=0))[0]
+    G[:3, 3] = T_new[:, :3, 3].mean(0) - G[:3, :3] @ T[:, :3, 3].mean(0)
+    return G
 
 
 class Corrected(NamedTuple):

@@ -8,17 +8,17 @@ from typing import Iterable, NamedTuple
 import cv2
 import numpy as np
 
+from .align import exp_se3, log_se3
 from .camera import Frame
 from .config import GateConfig, TrainConfig
-from .correct import Motions
+from .correct import Motions, Scale, mean_motion
 from .exposure import corrected
 from .native import Engine, View
 
 
 GATE_POSES = 2000  # keyframes that a new frame is compared with
+NEAR, NEAR_FROM = (0.7, 2.0, 6.0, 20.0, 64.0), 500   # keyframes: over so many (sigma) corrections of the poses may be alike; as the newest say
 MOST_TARGETS = 64  # images at the exposure of the map that are kept; another one costs a look-up of each byte when its keyframe is chosen
-
-
 JUDGED_STEPS, JUDGED_LEAST, JUDGED_EVERY = 8, 12, 32   # a keyframe is judged after so many steps, beside so many others; the limit is found again after so many choices
 UNFIT_SIGMAS, UNFIT_FACTOR = 4.0, 1.8                   # unfit: a loss so many robust deviations (of logarithms) and so many times above the median
 RARELY = 0.05                                           # what is unfit is trained as if its loss were this share of the median
@@ -87,7 +87,7 @@ class Keyframe:
         self.targets: Targets | None = None   # where its target is kept; None: nowhere
         self.steps = 0   # that it was trained in
         self.loss = np.inf   # running mean; infinite until it was trained once
-        self._view: View | None = None
+        self._correction = self._view = None   # made when asked for
         self._view_of = None   # (degree, unit) that it was made for
 
     @property
@@ -97,12 +97,27 @@ class Keyframe:
 
     def place(self, T_world_cam: np.ndarray) -> None:
         """Its camera is there: [4,4] float64."""
-        self.frame, self._view = replace(self.frame, T_world_cam=T_world_cam), None
+        self.frame, self._view, self._correction = replace(self.frame, T_world_cam=T_world_cam), None, None
 
-    def correct(self, D: np.ndarray) -> None:
-        """A corrected path moves the pose as given by D [4,4], and the one that is used with it; the keyframe is trained as often as a new one."""
-        self.place(D @ self.frame.T_world_cam)
-        self.T_given, self.loss, self.steps = D @ self.T_given, np.inf, 0
+    @property
+    def moved(self) -> bool:
+        """It was found elsewhere than it was said to be."""
+        return not np.array_equal(self.frame.T_world_cam, self.T_given)
+
+    @property
+    def correction(self) -> np.ndarray:
+        """[6]: where it was found over where it was said to be: translation in m and rotation vector, in the camera's own axes."""
+        if self._correction is None:
+            self._correction = log_se3(np.linalg.inv(self.T_given) @ self.frame.T_world_cam)
+        return self._correction
+
+    def correct(self, D: np.ndarray, moved: np.ndarray | None) -> None:
+        """A corrected path moves the pose as given by D [4,4] and the one that is used by `moved`; where that is visible (not None) the keyframe is trained as often as a new one."""
+        T_given = D @ self.T_given
+        if moved is not None:
+            self.place(moved @ self.frame.T_world_cam)
+            self.loss, self.steps = np.inf, 0
+        self.T_given, self._correction = T_given, None
 
     def expose(self, log_gain: np.ndarray) -> None:
         """Its image was taken with exp(log_gain [3]) times the exposure of the map."""
@@ -134,12 +149,17 @@ class Keyframe:
         self.loss = loss if np.isinf(self.loss) else 0.7 * self.loss + 0.3 * loss
 
 
-def correct(keyframes: Iterable[Keyframe], found: Motions) -> int:
-    """What a corrected path has found moves those that it moves visibly. Returns how many."""
-    D, moved = found.of(np.array([k.frame.stamp_ns for k in keyframes], np.int64))
-    for keyframe, D_k, moves in zip(keyframes, D, moved):
-        if moves:
-            keyframe.correct(D_k)
+def nearness(away: np.ndarray, near: float) -> np.ndarray:
+    """How much a keyframe counts that is so many keyframes away."""
+    return np.exp(-((away / near) ** 2) / 2)
+
+
+def correct(keyframes: Iterable[Keyframe], found: Motions, moves: Motions) -> int:
+    """What a corrected path has found moves those poses as given that it moves visibly, and the cameras by `moves`. Returns how many cameras."""
+    stamps = np.array([k.frame.stamp_ns for k in keyframes], np.int64)
+    (D, said), (M, moved) = found.of(stamps), moves.of(stamps)
+    for keyframe, D_k, is_said, M_k, moves_k in zip(keyframes, D, said, M, moved):
+        keyframe.correct(D_k if is_said else np.eye(4), M_k if moves_k else None)
     return int(moved.sum())
 
 
@@ -167,6 +187,7 @@ class Keyframes:
         self._all: list[Keyframe] = []
         self.unfit = 0                    # keyframes that are trained rarely, see _highest_fit
         self._choices, self._limit = 0, np.inf
+        self.near = max(NEAR)             # see learn_near
         self.bytes = 0   # host memory of the images, but for the few of `targets`
         self._targets = Targets()
         self._rng = np.random.default_rng(seed)
@@ -201,17 +222,59 @@ class Keyframes:
         stamps_ns = np.asarray(stamps_ns, np.int64)
         if not self._all:
             return np.zeros((*stamps_ns.shape, 3))
-        known, gains = np.array([k.frame.stamp_ns for k in self._all], np.int64), np.array([k.log_gain for k in self._all])
-        order, first = np.argsort(known, kind="stable"), known.min()   # differences: ns since 1970 are more than float64 has digits for
-        known, gains, at = (known[order] - first).astype(np.float64), gains[order], (stamps_ns - first).astype(np.float64)
-        return np.stack([np.interp(at, known, g) for g in gains.T], axis=-1)
+        known, at = self._seconds(stamps_ns)
+        order, gains = np.argsort(known, kind="stable"), np.array([k.log_gain for k in self._all])
+        return np.stack([np.interp(at, known[order], g) for g in gains[order].T], axis=-1)
+
+    def _seconds(self, stamps_ns) -> tuple[np.ndarray, np.ndarray]:
+        """Stamps of the keyframes, and those given, since the first keyframe's: ns since 1970 are more than float64 has digits for."""
+        known = np.array([k.frame.stamp_ns for k in self._all], np.int64)
+        return (known - known.min()) / 1e9, (np.asarray(stamps_ns, np.int64) - known.min()) / 1e9
+
+    def placed(self, frame: Frame) -> Frame:
+        """Where the map has a frame that is not a keyframe: its pose as given, moved as the keyframes about it were (`refine.pose`)."""
+        if not any(k.moved for k in self._all):
+            return frame
+        known, at = self._seconds(frame.stamp_ns)
+        order = np.argsort(known, kind="stable")
+        place = np.interp(at, known[order], np.arange(len(order)))
+        weight = nearness(np.arange(len(order)) - place, self.near)
+        moved = weight @ np.array([self._all[i].correction for i in order]) / weight.sum()
+        return replace(frame, T_world_cam=frame.T_world_cam @ exp_se3(moved))
+
+    def settled(self, found: Motions, scale: Scale) -> np.ndarray | None:
+        """Where poses were aligned with the map (`refine.pose`), the map may have made a correction long ago; to move its parts again would tear it. G [4,4], the motion of all as one that
+        takes the map to the corrected path, when that leaves the cameras nearer to their corrected poses than the motions found would leave them; else, and without alignment, None."""
+        if not any(k.moved for k in self._all):
+            return None
+        D, said = found.of(np.array([k.frame.stamp_ns for k in self._all], np.int64))
+        T_given = np.stack([D_k @ k.T_given if moves else k.T_given for D_k, moves, k in zip(D, said, self._all)])
+        T_used, px = np.stack([k.frame.T_world_cam for k in self._all]), np.repeat([scale.px_per_m, scale.px_per_rad], 3)
+        G = mean_motion(T_used, T_given)
+        goes = px * np.array([k.correction for k in self._all])
+        stays = px * np.array([log_se3(np.linalg.inv(g) @ G @ u) for g, u in zip(T_given, T_used)])
+        return G if ((stays - goes) * stays).sum() < 0.5 * ((stays - goes) ** 2).sum() else None
+
+    def learn_near(self, sigma_m: float, sigma_rad: float) -> None:
+        """Over how many keyframes corrections are alike: neighbours of a keyframe, left out itself, predict its own best with that one of NEAR. A drift of the given poses, or a
+        camera that sits otherwise than it was said, is followed closely; noise, different in each, is averaged over many."""
+        newest = sorted(self._all[-NEAR_FROM:], key=lambda k: k.frame.stamp_ns)
+        moved = np.array([k.correction for k in newest]) / np.repeat([sigma_m, sigma_rad], 3)
+        if len(newest) < 4:
+            return
+        order, errors = np.arange(len(newest)), []
+        for near in NEAR:
+            weight = nearness(order[:, None] - order, near)
+            np.fill_diagonal(weight, 0)
+            errors.append(np.abs(moved - weight @ moved / weight.sum(1, keepdims=True)).sum())
+        self.near = NEAR[int(np.argmin(errors))]
 
     def state(self) -> dict:
         """What the next choices depend on beside the keyframes, for JSON."""
-        return dict(random=self._rng.bit_generator.state, choices=self._choices, limit=repr(self._limit))
+        return dict(random=self._rng.bit_generator.state, choices=self._choices, limit=repr(self._limit), near=self.near)
 
     def resume(self, state: dict) -> None:
-        self._rng.bit_generator.state, self._choices, self._limit = state["random"], int(state["choices"]), float(state["limit"])
+        self._rng.bit_generator.state, self._choices, self._limit, self.near = state["random"], int(state["choices"]), float(state["limit"]), float(state["near"])
 
     def choose(self, config: TrainConfig) -> Keyframe:
         if self._rng.random() < config.newest_probability and not self._unfit(self._all[-1]):

@@ -18,7 +18,7 @@ from .camera import Camera, Frame
 from .checkpoint import HELD_OUT, KEYFRAME, WAITING, Past, Resumed, Stored
 from .checkpoint_file import CheckpointError, Reader
 from .config import Config, replaced
-from .correct import Corrected, PathError, Track, motions
+from .correct import Corrected, PathError, Track, as_one, motions
 from .formats import read_start_map
 from .inbox import Inbox
 from .keyframes import Gate, Keyframe, Keyframes, correct
@@ -318,10 +318,14 @@ class Mapper:
         keyframe = Keyframe(self._next_id, frame, self.config.train.blur_px2)
         if not self._keyframes:
             self._budget_hint = self._hint_of_budget(frame.camera)
-        elif self.config.refine.exposure:
-            keyframe.expose(self._keyframes.newest.log_gain)   # until the map says
+        else:
+            if self.config.refine.exposure:
+                keyframe.expose(self._keyframes.newest.log_gain)   # until the map says, as the next
+            if self.config.refine.pose:
+                keyframe.place(self._keyframes.placed(frame).T_world_cam)
         self._next_id += 1
         self._owners.append(frame.stamp_ns)
+        self._trainer.refinement.track(keyframe, self._keyframes)
         self._trainer.refine(keyframe)
         if frame.depth_m is None:
             self._multiview.wait(keyframe)
@@ -403,7 +407,7 @@ class Mapper:
         if self._thread is not None and e.period_s and self._held_out and self._due_at("evaluate", now, e.period_s):
             self._evaluated += 1
             frame = self._held_out[self._evaluated % len(self._held_out)]
-            self._output.measure(frame, self._keyframes.log_gain_at(frame.stamp_ns))
+            self._output.measure(self._keyframes.placed(frame), self._keyframes.log_gain_at(frame.stamp_ns))
         if now - self._last["tell"] > 0.2:
             self._tell()
         self._show_splats(now)
@@ -466,7 +470,7 @@ class Mapper:
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""
         gains = self._keyframes.log_gain_at([frame.stamp_ns for frame in self._held_out])
-        results = [self._unless_refused(self._output.measure, frame, gain) for frame, gain in zip(self._held_out, gains)]
+        results = [self._unless_refused(self._output.measure, self._keyframes.placed(frame), gain) for frame, gain in zip(self._held_out, gains)]
         train_psnr = self._unless_refused(self._output.train_psnr, self._keyframes.spread(32))
         self._train_psnr = float("nan") if train_psnr is None else train_psnr
         self._tell()
@@ -638,19 +642,21 @@ class Mapper:
             if not motions(track, stamps, poses, scale).moved.any():   # a long path takes a while: frames come in meanwhile
                 return self._nothing_moved()
             with self._submitting:
-                found = motions(self._track, stamps, poses, scale)
+                found, given = motions(self._track, stamps, poses, scale), self._track.poses.copy()
         except PathError as e:
             self._path_hint = f"the corrected path was not used: {e}"
             self._tell_status()
             raise
         self._path_hint = ""
-        gaussians = self._trainer.correct(found, np.array(self._owners, np.int64))   # first: it is what may fail, and takes so long that frames come in meanwhile
+        G = self._keyframes.settled(found, scale)
+        moves = found if G is None else as_one(found, G, given, scale)
+        gaussians = self._trainer.correct(moves, np.array(self._owners, np.int64), as_one=G is not None)   # first: it is what may fail, and takes so long that frames come in meanwhile
         with self._submitting:
             self._track.correct(found)
             self._gate.correct(found)
             self._inbox.replace(found.place)
-        keyframes = correct(list(self._keyframes), found)
-        self._multiview.correct(found, self._keyframes)
+        keyframes = correct(list(self._keyframes), found, moves)
+        self._multiview.correct(found, moves, self._keyframes)
         self._held_out = [found.place(frame) for frame in self._held_out]
         self._output.restart_mesh()
         self._corrections += 1

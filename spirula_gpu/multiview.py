@@ -105,10 +105,10 @@ class MultiView:
         self._idle = now
         return None
 
-    def correct(self, found: Motions, keyframes: Keyframes) -> None:
+    def correct(self, found: Motions, moves: Motions, keyframes: Keyframes) -> None:
         """A corrected path moves keyframes that are kept for their depth alone."""
         there = {id(k) for k in keyframes}
-        correct([k for k, _ in self._swept.values() if id(k) not in there], found)
+        correct([k for k, _ in self._swept.values() if id(k) not in there], found, moves)
         self._idle = None
 
     def state(self) -> dict:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .report import VramReport, VramRow
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 NEAR_M = 0.01   # nothing nearer to a camera is drawn
 CATEGORIES = ("splat", "splat_x_img", "image", "appearance", "viewer", "other")
 GAUSSIANS = 0  # Row.count of a row with an item per Gaussian
@@ -74,12 +74,17 @@ Workload = _struct("spl_workload", gaussians=i64, pairs=i64, isects=i64, n_camer
 Photo = _struct("spl_photo", width=c.c_int32, height=c.c_int32, gray=u8p, depth=f32p, K=f32p, T_photo_ref=f32p)
 SweepParams = _struct("spl_sweep_params", min_inv=c.c_float, max_inv=c.c_float, n_planes=c.c_int32, min_ncc=c.c_float, min_margin=c.c_float, reserved=c.c_int32)
 
+Alignment = _struct("spl_alignment", grey=f32p, depth=f32p, valid=u8p, points=f32p, n=i64, width=c.c_int32, height=c.c_int32, fx=c.c_float, fy=c.c_float, cx=c.c_float, cy=c.c_float,
+                    iterations=c.c_int32, found=c.c_int32, sigma_m=c.c_double, sigma_rad=c.c_double, T_prior=c.c_double * 16, T=c.c_double * 16, scales=c.c_double * 2,
+                    information=c.c_double * 36, cost=c.c_double, gain=c.c_double)
+
 P = c.POINTER
 SIGNATURES = {  # name: (result, arguments)
     "spl_abi_version": (c.c_int32, []), "spl_backend": (c.c_char_p, []), "spl_constant": (i64, [c.c_char_p]),
     "spl_create": (c.c_int, [P(CreateParams), P(c.c_void_p)]), "spl_destroy": (None, [c.c_void_p]), "spl_set_stream": (c.c_int, [c.c_void_p, c.c_void_p]),
     "spl_error": (c.c_char_p, [c.c_void_p]),
     "spl_report": (c.c_int, [c.c_void_p, P(Row), c.c_int32, P(c.c_int32)]),
+    "spl_align": (c.c_int, [P(Alignment)]),
     "spl_forecast": (c.c_int, [P(CreateParams), P(Workload), P(Row), c.c_int32, P(c.c_int32)]),
     "spl_buffer": (c.c_int, [c.c_void_p, c.c_char_p, P(c.c_void_p), P(i64)]),
     "spl_memory_info": (c.c_int, [c.c_void_p, P(Memory)]), "spl_fail_allocation": (c.c_int, [c.c_void_p, i64]),
@@ -150,7 +155,7 @@ def load(backend: str) -> c.CDLL:
 def check_abi(lib: c.CDLL, path: Path) -> None:
     if lib.spl_abi_version() != ABI_VERSION:
         raise NativeError("argument", f"{path} has ABI {lib.spl_abi_version()}, this package needs {ABI_VERSION}; build it again")
-    for kind in (CreateParams, Memory, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Workload, Photo, SweepParams, Row):
+    for kind in (CreateParams, Memory, Gaussians, View, Image, Grads, Step, Target, Hyper, InsertParams, Workload, Photo, SweepParams, Alignment, Row):
         theirs, ours = lib.spl_constant(f"sizeof {kind.__name__ if kind is not Row else 'spl_row'}".encode()), c.sizeof(kind)
         if theirs != ours:
             raise NativeError("argument", f"{path}: {kind.__name__} is {theirs} bytes there and {ours} here; build it again")
@@ -544,6 +549,20 @@ def forecast(backend: str = "auto", *, gaussians: int, width: int, height: int, 
     if status:
         raise NativeError(STATUS.get(status, str(status)), lib.spl_error(None).decode())
     return _vram_report(rows[:n.value], budget_bytes, Memory())
+
+
+def align(*, grey, depth_m, valid, points, intrinsics, T, T_prior, sigma_m: float, sigma_rad: float, iterations: int, scales=(0.0, 0.0)) -> Alignment:
+    """One level of align.align: grey [H,W] float32, depth_m the same or None, valid [H,W] uint8 or bool; points [n,4] float32; intrinsics fx, fy, cx, cy; T, T_prior [4,4].
+    The result's `found`, T, scales, information, cost and gain are as spirula.h says. Raises NativeError (argument)."""
+    lib, size = load("cpu"), np.shape(grey)   # on the host with every backend
+    grey, points = array(grey, (-1, -1), np.float32, "grey"), array(points, (-1, 4), np.float32, "points")
+    valid, depth_m = array(valid, size, np.uint8, "valid"), None if depth_m is None else array(depth_m, size, np.float32, "depth_m")
+    a = Alignment(grey=pointer(grey), depth=pointer(depth_m), valid=pointer(valid), points=pointer(points), n=len(points), width=size[1], height=size[0],
+                  iterations=iterations, sigma_m=sigma_m, sigma_rad=sigma_rad, scales=(c.c_double * 2)(*scales), **dict(zip(("fx", "fy", "cx", "cy"), intrinsics)))
+    a.T[:], a.T_prior[:] = np.ravel(T).tolist(), np.ravel(T_prior).tolist()
+    if status := lib.spl_align(c.byref(a)):
+        raise NativeError(STATUS.get(status, str(status)), lib.spl_error(None).decode())
+    return a
 
 
 def least_budget(backend: str = "auto", **workload) -> int:

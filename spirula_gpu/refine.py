@@ -7,23 +7,27 @@ import time
 import cv2
 import numpy as np
 
+from . import bundle
 from .align import ALPHA, Seen, align, log_se3
 from .camera import Camera
 from .config import Config
-from .correct import move_gaussians
+from .correct import mean_motion, move_gaussians
 from .exposure import log_gain
 from .keyframes import Keyframe, Keyframes
 from .native import Engine
 
-POSE_PIXELS, EXPOSURE_PIXELS = 320 * 240, 160 * 120   # images are compared at this size at most
+POSE_PIXELS, EXPOSURE_PIXELS, TRACK_PIXELS = 320 * 240, 160 * 120, 320 * 240   # images are compared at this size at most
 MOST_SHARE = 0.05         # of the time goes into refinement while training, at most, where runs need not repeat
-NEAR = 4.0, 16.0, 64.0    # keyframes: so far before and after one (sigma), given poses are off by the same, but for noise; what predicts best counts
 KEPT = 0.8                # of each estimated gain. Where views share little with the others nothing holds their common gain: it drifts, unless it leaks away
 CENTRE_STEP = 0.02        # by so much the exposure of the map changes at a time
 CENTRE_FAR = math.log(4)  # a gain farther than this from the median does not count
 AGAIN_SHARE = 20          # means over the keyframes are taken again when this part of them has come or changed
-LEVEL_MOST = 500          # of the newest keyframes: those before them have found their places
+LEVEL_STEP = 0.2          # the map goes back to where it was said to be when it is off by this share of the noise of a pose
 MOST_SIGMAS = 5.0         # a pose farther from the given one is not believed
+BACK = 8, 4, 2, 1         # keyframes before a new one that its tracks lead to; the first that shares enough with it counts
+REMEMBERED = 24           # disagreements that the noise of the poses is the median of; when there are as many, every AGAIN_TRACKED-th keyframe is tracked
+AGAIN_TRACKED = 8
+NOISE_FACTOR, NOISE_LEAST = 4.0, 0.02   # noise of a pose over that of a few keyframes against each other, across the epipolar lines alone; least share of the noise that poses may have
 
 
 class Refinement:
@@ -36,15 +40,18 @@ class Refinement:
         self._ended_s, self._took_s = 0.0, 0.0   # of the newest refinement
         self._exposed = 0                     # gains found since centre() looked at them
         self.aligned = self.refused = 0       # poses
+        self._off_rad: list[float] = []       # by which tracks and given poses disagree, of the newest that were looked at
+        self._arrived = 0
         self._depth_m, self._placed = 1.0, 0   # of the newest view, the median; poses found since level() looked at them
 
     def state(self) -> dict:
         """For JSON, to the last bit."""
-        return dict(aligned=self.aligned, refused=self.refused, depth_m=self._depth_m, placed=self._placed, exposed=self._exposed, given=self.given)
+        return dict(aligned=self.aligned, refused=self.refused, depth_m=self._depth_m, placed=self._placed, exposed=self._exposed, given=self.given,
+                    off_rad=self._off_rad, arrived=self._arrived)
 
     def resume(self, state: dict) -> None:
         """Go on as the refinement whose state() this is."""
-        self._depth_m, self.given = float(state["depth_m"]), bool(state["given"])
+        self._depth_m, self.given, self._off_rad, self._arrived = float(state["depth_m"]), bool(state["given"]), list(map(float, state["off_rad"])), int(state["arrived"])
         self.aligned, self.refused, self._placed, self._exposed = (int(state[name]) for name in ("aligned", "refused", "placed", "exposed"))
 
     def due(self) -> bool:
@@ -57,17 +64,17 @@ class Refinement:
         if not len(self._engine):
             return
         try:
-            if r.pose:
-                self._align(keyframe)
+            seen = self._align(keyframe) if r.pose else None
             if r.exposure:
-                self._expose(keyframe)
+                self._expose(keyframe, seen)
         finally:
             self._ended_s = time.monotonic()
             self._took_s = self._ended_s - begin
 
-    def _expose(self, keyframe: Keyframe) -> None:
+    def _expose(self, keyframe: Keyframe, seen: tuple | None) -> None:
+        """`seen`: rgb and alpha that alignment has rendered; that its pose was a little off does not matter to cells of 8x8 pixels."""
         camera = _at_most(EXPOSURE_PIXELS, keyframe.frame.camera)
-        rgb, alpha, _ = self._render(camera, keyframe)
+        rgb, alpha = self._render(camera, keyframe)[:2] if seen is None else (cv2.resize(x, (camera.width, camera.height), interpolation=cv2.INTER_AREA) for x in seen)
         small = keyframe.frame.resized(camera.width, camera.height)
         if (gain := log_gain(small.rgb, rgb, alpha, small.mask)) is not None:
             keyframe.expose(gain if self.given else KEPT * gain)
@@ -79,30 +86,53 @@ class Refinement:
         blur_px2 = self.config.train.blur_px2 * (camera.width * camera.height) / (full.width * full.height)
         return [x[0] for x in self._engine.render(self._engine.view(camera, k.frame.T_cam_world, self._engine.sh_degree, blur_px2=blur_px2))]
 
-    def _align(self, keyframe: Keyframe) -> bool:
+    def _align(self, keyframe: Keyframe) -> tuple | None:
+        """rgb and alpha of the map where the keyframe was; None: nothing was rendered."""
         r, T_used, camera = self.config.refine, keyframe.frame.T_world_cam, _at_most(POSE_PIXELS, keyframe.frame.camera)
+        noise_rad = math.inf if self.given else self.noise_rad   # a map of a file may lie elsewhere than all of them say
+        if noise_rad < NOISE_LEAST * math.radians(r.pose_sigma_deg):
+            return None   # they are better than what a render could say of them
         rgb, alpha, depth = self._render(camera, keyframe)
         small = keyframe.frame.resized(camera.width, camera.height)
         valid = alpha > ALPHA
         depth = np.where(valid, depth / np.maximum(alpha, 1e-6), 0).astype(np.float32)
         if not valid.any():
-            return False
+            return rgb, alpha
         self._depth_m = float(np.median(depth[valid]))
-        sigma_m, sigma_rad = r.pose_sigma * self._depth_m, math.radians(r.pose_sigma_deg)
+        most = np.array([r.pose_sigma * self._depth_m, math.radians(r.pose_sigma_deg)])
+        sigmas = np.clip(noise_rad * np.array([self._depth_m, 1.0]), NOISE_LEAST * most, most)   # a camera elsewhere by that much looks turned by as much, seen from the scene
         seen = Seen(_grey(rgb * 255), depth, valid)
         ours = Seen(_grey(small.rgb.astype(np.float32)), small.depth_m, np.ones(alpha.shape, bool) if small.mask is None else small.mask != 0)
         T_prior = np.linalg.inv(keyframe.T_given) @ T_used
-        result = align(ours, seen, camera, T_prior, sigma_m, sigma_rad)
+        result = align(ours, seen, camera, T_prior, *sigmas)
         if isinstance(result, str):
             self.refused += 1
-            return False
+            return rgb, alpha
         away = log_se3(result.T @ np.linalg.inv(T_prior))
-        if not result.after < result.before or np.linalg.norm(away[:3]) > MOST_SIGMAS * sigma_m or np.linalg.norm(away[3:]) > MOST_SIGMAS * sigma_rad:
+        if not result.after < result.before or (np.linalg.norm(away.reshape(2, 3), axis=1) > MOST_SIGMAS * most).any():
             self.refused += 1
-            return False
+            return rgb, alpha
         self.aligned, self._placed = self.aligned + 1, self._placed + 1
         keyframe.place(T_used @ np.linalg.inv(result.T))
-        return True
+        return rgb, alpha
+
+    @property
+    def noise_rad(self) -> float:
+        """By how much the given poses are off, as tracks say: those of COLMAP or of a motion capture are right to a fraction of a pixel, and aligning them would only shake them."""
+        return NOISE_FACTOR * float(np.median(self._off_rad)) if self._off_rad else 0.0
+
+    def track(self, keyframe: Keyframe, keyframes: Keyframes) -> None:
+        """Compare what a new keyframe sees with one before it: how far its pose as given is from where its image says."""
+        if not self.config.refine.pose:
+            return
+        self._arrived += 1
+        if len(self._off_rad) >= REMEMBERED and self._arrived % AGAIN_TRACKED:
+            return
+        before = list(keyframes)[-max(BACK):]
+        for back in BACK:
+            if back <= len(before) and (off := disagreement(keyframe, before[-back])) is not None:
+                self._off_rad = [*self._off_rad[1 - REMEMBERED:], off]
+                return
 
     def centre(self, keyframes: Keyframes) -> None:
         """Gains are known up to a common factor, the brightness of the map: their mean is 1, without those that are far from the median, and the map follows by training.
@@ -118,57 +148,34 @@ class Refinement:
                 k.expose(k.log_gain - common)
 
     def level(self, keyframes: Keyframes) -> float:
-        """Keyframes and what they brought into the map are moved back to where they were said to be, in the mean over those that came shortly before and after; a map of a file stays.
-        Returns how far what a keyframe sees has moved at most, in metres."""
+        """Poses are known up to a common motion, the place of the map: in the mean, keyframes are where they were said to be. The map and all of them move as one, so no picture
+        changes; a map of a file stays. Returns how far what a keyframe sees has moved at most, in metres."""
         if not self.config.refine.pose or self.given or not self._placed or self._placed * AGAIN_SHARE < len(keyframes):
             return 0.0
-        self._placed, begin_s, made = 0, time.monotonic(), keyframes.newest.id + 1
-        moved = list(keyframes)[-LEVEL_MOST:]
-        T_used, T_given = np.stack([k.frame.T_world_cam for k in moved]), np.stack([k.T_given for k in moved])
-        G = mean_correction(T_used, T_given, nearness(T_used, T_given, self.config.refine.pose_sigma * self._depth_m, math.radians(self.config.refine.pose_sigma_deg)))
-        for k, g in zip(moved, G):
-            k.place(g @ k.frame.T_world_cam)
-        ids, owners = np.array([k.id for k in moved]), np.arange(made)
-        nearest = np.minimum(np.searchsorted(ids, owners), len(ids) - 1)   # Gaussians of a keyframe that has gone move with the next one
-        begin = ids[0] if len(moved) < len(keyframes) else 0
-        move_gaussians(self._engine, G[nearest], owners >= begin, forget=False)
+        self._placed, begin_s, r = 0, time.monotonic(), self.config.refine
+        keyframes.learn_near(r.pose_sigma * self._depth_m, math.radians(r.pose_sigma_deg))
+        T_used, T_given = (np.stack(poses) for poses in zip(*((k.frame.T_world_cam, k.T_given) for k in keyframes)))
+        G = mean_motion(T_used, T_given)
+        seen = T_used[:, :3, 3] + self._depth_m * T_used[:, :3, 2]
+        moved_m = float(np.linalg.norm(seen @ G[:3, :3].T + G[:3, 3] - seen, axis=1).max())
+        if moved_m < LEVEL_STEP * r.pose_sigma * self._depth_m:
+            return 0.0
+        for k in keyframes:
+            k.place(G @ k.frame.T_world_cam)
+        made = keyframes.newest.id + 1
+        move_gaussians(self._engine, np.tile(G, (made, 1, 1)), np.ones(made, bool), forget=False)
         self._ended_s = time.monotonic()
         self._took_s += self._ended_s - begin_s   # of the same share of the time
-        seen = T_used[:, :3, 3] + self._depth_m * T_used[:, :3, 2]
-        return float(np.linalg.norm(np.einsum("nij,nj->ni", G[:, :3, :3], seen) + G[:, :3, 3] - seen, axis=1).max())
+        return moved_m
 
 
-def nearness(T_used: np.ndarray, T_given: np.ndarray, sigma_m: float, sigma_rad: float) -> float:
-    """That of NEAR by which the mean of its neighbours says best how far a keyframe [n,4,4] is from where it was said to be (leave-one-out):
-    noise alone is averaged over many, a drift is followed."""
-    away = np.column_stack([(T_given[:, :3, 3] - T_used[:, :3, 3]) / sigma_m, _turns(T_used, T_given) / sigma_rad])
-    errors = []
-    for near in NEAR:
-        weight = _weights(len(away), near)
-        np.fill_diagonal(weight, 1e-12)
-        errors.append(np.abs(away - weight @ away / weight.sum(1, keepdims=True)).sum())
-    return NEAR[int(np.argmin(errors))]
-
-
-def _weights(n: int, near: float) -> np.ndarray:
-    order = np.arange(n)
-    return np.exp(-(((order[:, None] - order) / near) ** 2) / 2)
-
-
-def _turns(T_used: np.ndarray, T_given: np.ndarray) -> np.ndarray:
-    """[n,3] rad: rotation from the one to the other, in the world."""
-    return np.array([cv2.Rodrigues(b @ a.T)[0][:, 0] for a, b in zip(T_used[:, :3, :3], T_given[:, :3, :3])])
-
-
-def mean_correction(T_used: np.ndarray, T_given: np.ndarray, near: float) -> np.ndarray:
-    """[n,4,4] G: G[i] @ T_used[i] is where i lies when those about it, by a Gaussian of sigma `near` over their order, lie where T_given [n,4,4] has them in the mean."""
-    t, weight = T_used[:, :3, 3], _weights(len(T_used), near)
-    weight /= weight.sum(1, keepdims=True)
-    turn = weight @ _turns(T_used, T_given)
-    G = np.tile(np.eye(4), (len(t), 1, 1))
-    G[:, :3, :3] = [cv2.Rodrigues(v)[0] for v in turn]
-    G[:, :3, 3] = weight @ T_given[:, :3, 3] - np.einsum("nij,nj->ni", G[:, :3, :3], weight @ t)
-    return G
+def disagreement(a: Keyframe, b: Keyframe) -> float | None:
+    """rad, see bundle.disagreement: of the poses as given. None: they share too little."""
+    frames, sizes = (a.frame, b.frame), [_at_most(TRACK_PIXELS, k.frame.camera) for k in (a, b)]
+    if (sizes[0].width, sizes[0].height) != (sizes[1].width, sizes[1].height):
+        return None
+    gray, other = (cv2.resize(cv2.cvtColor(f.rgb, cv2.COLOR_RGB2GRAY), (c.width, c.height), interpolation=cv2.INTER_AREA) for f, c in zip(frames, sizes))
+    return bundle.disagreement((gray, sizes[0]), (other, sizes[1]), np.linalg.inv(b.T_given) @ a.T_given)
 
 
 def _at_most(pixels: int, camera: Camera) -> Camera:

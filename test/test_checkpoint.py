@@ -9,6 +9,7 @@ from spirula_gpu import checkpoint
 from spirula_gpu.config import Config, replaced, rows
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.native import Engine, NativeError
+from spirula_gpu.refine import Refinement
 from test_mapper import SMALL, frame, submit, wait_for
 
 PRECISIONS = ("full", "compact") if any(name == "engine.precision" for name, _, _ in rows()) else ("full",)
@@ -244,8 +245,9 @@ def test_raw_rows_are_the_rows():
         assert {row.name.decode() for row in engine.rows()[:-1] if not row.aliased} == set(engine.saved_rows())
 
 
-def test_refinement_goes_on_bit_for_bit():
-    """Gains, poses and the map that was moved with them; both are seen to have changed."""
+def test_refinement_goes_on_bit_for_bit(monkeypatch):
+    """Gains, poses and the map that was moved with them; both are seen to have changed. (Such small images have too few corners to tell how far poses are off.)"""
+    monkeypatch.setattr(Refinement, "noise_rad", 0.02)
     settings = config(refine__pose=True, refine__exposure=True, refine__interval_steps=3)
     never, saving = Mapper(settings), Mapper(settings)
     for mapper in (never, saving):

@@ -307,9 +307,9 @@ def test_frames_that_come_while_the_gaussians_move_stay_where_they_are_given(mon
     mapper = mapped()
     move = mapper._trainer.correct
 
-    def meanwhile(*args):
+    def meanwhile(*args, **kwargs):
         submit(mapper, frame(14, T_world_cam=pose(14)))
-        return move(*args)
+        return move(*args, **kwargs)
     monkeypatch.setattr(mapper._trainer, "correct", meanwhile)
     assert close(mapper).frames == 14 - 5
     np.testing.assert_allclose(mapper._track.poses, [pose(i) for i in range(15)], atol=1e-12)

@@ -414,7 +414,7 @@ def test_a_keyframe_that_does_not_fit_is_trained_rarely_and_comes_back():
         bad.trained(0.5)
     assert often() < 0.05 and keyframes.unfit == 1
     for k in keyframes:
-        k.correct(np.eye(4))   # a loop has closed: all are to be judged anew
+        k.correct(np.eye(4), np.eye(4))   # a loop has closed: all are to be judged anew
     often()
     assert keyframes.unfit == 0
 
@@ -424,7 +424,7 @@ def test_keyframes_of_wrong_poses_cost_less_than_they_would():
     def map_of(judged: int) -> Mapper:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spirula_gpu.keyframes, "JUDGED_LEAST", judged)
-            mapper = Mapper(replaced(SMALL, {"train.steps_per_frame": 40}))
+            mapper = Mapper(replaced(SMALL, {"train.steps_per_frame": 40, "prune.growth_error": 0.2}))
             for i in range(18):
                 f = frame(i, held_out=i % 6 == 2)
                 wrong = f.T_world_cam.copy()

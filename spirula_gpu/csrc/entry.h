@@ -1,6 +1,7 @@
 // entry.h: the entry points of spirula.h, the same for both backends; included by one file of each (step.cpp, step.cu).
 // Nothing is thrown across them: a failure becomes a status and a text.
 #pragma once
+#include "align.h"
 #include "forecast.h"
 #include "ops.h"
 #include "rows.h"
@@ -95,6 +96,15 @@ static void check_photos(const spl_photo* ref, int64_t n, const spl_photo* views
   for (int64_t i = 0; i < n; ++i) check_photo(views ? views + i : nullptr, "view", i, image(views ? views + i : nullptr));
 }
 
+static void check_alignment(const spl_alignment& a) {
+  if (a.width < 4 || a.height < 4 || a.width > SPL_MAX_PX || a.height > SPL_MAX_PX) fail(SPL_E_ARGUMENT, "image %dx%d: must be 4..%d pixels each way", a.width, a.height, (int)SPL_MAX_PX);
+  if (!a.grey || !a.valid || a.n < 0 || (a.n && !a.points)) fail(SPL_E_ARGUMENT, "spl_align: grey, valid and points must be given, and their number %lld >= 0", (long long)a.n);
+  if (a.iterations < 0 || !(a.sigma_m > 0 && a.sigma_rad > 0)) fail(SPL_E_ARGUMENT, "spl_align: iterations %d must be >= 0, sigma_m %g and sigma_rad %g > 0", a.iterations, a.sigma_m, a.sigma_rad);
+  double sum = a.fx + a.fy + a.cx + a.cy + a.scales[0] + a.scales[1];
+  for (int k = 0; k < 16; ++k) sum += a.T[k] + a.T_prior[k];
+  if (!std::isfinite(sum)) fail(SPL_E_ARGUMENT, "spl_align: intrinsics, scales and poses must be finite");
+}
+
 static void check_sweep(const spl_photo& ref, const spl_sweep_params& p) {
   if (!(p.min_inv >= 0 && p.max_inv > p.min_inv && finite(p.max_inv))) fail(SPL_E_ARGUMENT, "inverse depths from %g to %g 1/m: must rise from >= 0", p.min_inv, p.max_inv);
   if (p.n_planes < 4 || p.n_planes > SPL_MAX_PLANES) fail(SPL_E_ARGUMENT, "%d planes: must be 4..%d", p.n_planes, (int)SPL_MAX_PLANES);
@@ -134,7 +144,7 @@ int64_t spl_constant(const char* name) {
 #undef X
 #define X(type) {"sizeof " #type, sizeof(type)},
       X(spl_create_params) X(spl_row) X(spl_gaussians) X(spl_view) X(spl_image) X(spl_gaussian_grads) X(spl_step)
-      X(spl_target) X(spl_hyper) X(spl_insert_params) X(spl_memory) X(spl_workload) X(spl_photo) X(spl_sweep_params)
+      X(spl_target) X(spl_hyper) X(spl_insert_params) X(spl_memory) X(spl_workload) X(spl_photo) X(spl_sweep_params) X(spl_alignment)
 #undef X
       {"SPL_ABI_VERSION", SPL_ABI_VERSION}, {"SPL_N_ROWS", SPL_N_ROWS}, {"SPL_N_MAP_ROWS", SPL_N_MAP_ROWS}};
   for (const auto& t : table) if (name && !strcmp(t.name, name)) return t.value;
@@ -359,6 +369,21 @@ int spl_agree(spl_ctx* ctx, const spl_photo* ref, int64_t n_views, const spl_pho
     if (!depth_m || !count || !(tolerance > 0)) fail(SPL_E_ARGUMENT, "spl_agree: depth_m and count must be given, and a tolerance %g > 0", tolerance);
     agree(c, *ref, (int)n_views, views, tolerance, depth_m, count);
   });
+}
+
+int spl_align(spl_alignment* alignment) {
+  try {
+    checked(alignment, "spl_alignment");
+    check_alignment(*alignment);
+    alignment->found = Alignment(*alignment).descend();
+    return SPL_OK;
+  } catch (const Failure& f) {
+    create_error = f.text;
+    return f.status;
+  } catch (const std::bad_alloc&) {
+    create_error = "the system is out of memory";
+    return SPL_E_MEMORY;
+  }
 }
 
 // ---- memory -----------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#define SPL_ABI_VERSION 5
+#define SPL_ABI_VERSION 6
 
 #define SPL_CONSTANTS(X)                                                                                              \
   X(SPL_TILE_PX, 16)      /* tile edge; one row of a tile is one 16-lane vector on the CPU */                        \

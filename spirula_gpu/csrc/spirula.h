@@ -66,7 +66,7 @@ SPL_API int64_t spl_constant(const char* name);      /* any constant of layout.h
 SPL_API int spl_create(const spl_create_params*, spl_ctx** out);
 SPL_API void spl_destroy(spl_ctx*);
 SPL_API int spl_set_stream(spl_ctx*, void* cuda_stream); /* CUDA: work goes there from now on, it must live as long; NULL: the context's own; the legacy default stream is (void*)1 */
-SPL_API const char* spl_error(const spl_ctx*);       /* NULL: the last failed spl_create or spl_forecast of this thread */
+SPL_API const char* spl_error(const spl_ctx*);       /* NULL: the last failed spl_create, spl_forecast or spl_align of this thread */
 
 /* ---- memory: the one table of buffers (layout.h) ------------------------------------------------------------------ */
 typedef struct {
@@ -243,6 +243,27 @@ SPL_API int spl_sweep(spl_ctx*, const spl_photo* ref, int64_t n_views, const spl
 /* Where a depth of the reference and those of the views agree: it comes back to within 2 pixels by way of the view's own depth, which is at most
  * `tolerance` (share) off. count [H,W]: by how many views; depth_m: the harmonic mean of those and its own, 0 where there is none. */
 SPL_API int spl_agree(spl_ctx*, const spl_photo* ref, int64_t n_views, const spl_photo* views, float tolerance, float* depth_m, uint8_t* count);
+
+/* ---- the motion between an image and a render of the map: one level of align.py, on the host ---- */
+typedef struct {
+  int64_t struct_size;
+  const float* grey;          /* [H,W] 0..255, of the image */
+  const float* depth;         /* [H,W] m, 0 = unknown; or NULL */
+  const uint8_t* valid;       /* [H,W] 0 = not of the scene */
+  const float* points;        /* [n,4] of the render: X Y Z in its camera, m, and grey level */
+  int64_t n;
+  int32_t width, height;      /* 4..SPL_MAX_PX */
+  float fx, fy, cx, cy;
+  int32_t iterations;         /* of Gauss-Newton, at most; 0: what the residuals are at T */
+  int32_t found;              /* out: 0: too few points fall into the image, and only T is written */
+  double sigma_m, sigma_rad;  /* > 0: of T about T_prior, along and around each axis */
+  double T_prior[16];         /* [4,4]: render's camera -> image's camera, as given .. */
+  double T[16];               /* .. at the start; out: as found */
+  double scales[2];           /* spread of the residuals, grey levels and share of the depth; 0: as they are; out: what was taken */
+  double information[36];     /* out: [6,6] of the images alone, translation and rotation */
+  double cost, gain;          /* out: robust residual per point in units of its spread; of the image over the render */
+} spl_alignment;
+SPL_API int spl_align(spl_alignment*); /* its text is spl_error(NULL) */
 
 #ifdef __cplusplus
 }
