@@ -33,6 +33,7 @@ from .splats import FormatError
 from .trainer import Trainer, refused
 from .trajectory import write_poses
 
+HURRY_FRAMES = 2  # while so many wait for a worker, a keyframe's pose and exposure are taken from those before it and found when it is trained
 ENDED_S = 3.0   # a worker that has got no frame for so long does not let keyframes wait for better neighbours any more
 
 
@@ -325,8 +326,9 @@ class Mapper:
                 keyframe.place(self._keyframes.placed(frame).T_world_cam)
         self._next_id += 1
         self._owners.append(frame.stamp_ns)
-        self._trainer.refinement.track(keyframe, self._keyframes)
-        self._trainer.refine(keyframe)
+        if self._thread is None or len(self._inbox) < HURRY_FRAMES:   # else when it is trained
+            self._trainer.refinement.track(keyframe, self._keyframes)
+            self._trainer.refine(keyframe)
         if frame.depth_m is None:
             self._multiview.wait(keyframe)
         else:

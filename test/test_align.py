@@ -64,7 +64,7 @@ def test_a_small_motion_is_recovered(kind):
             image = image._replace(grey=0.5 * image.grey + 12)
         found = align(image, seen(np.eye(4)), CAMERA, np.eye(4), 1.0, 1.0)
         error = log_se3(found.T @ np.linalg.inv(D))
-        assert np.abs(error[:3]).max() < 2e-3 and np.degrees(np.abs(error[3:]).max()) < 0.05 and found.after < 0.5 * found.before
+        assert np.abs(error[:3]).max() < 2.5e-3 and np.degrees(np.abs(error[3:]).max()) < 0.07 and found.after < 0.5 * found.before
 
 
 def test_outliers_do_not_matter():
@@ -300,3 +300,18 @@ def test_the_live_mesh_begins_again_once_the_map_has_moved_by_a_voxel(monkeypatc
         mapper.run_due()
         fused.append(set(mapper._output._fused))
     assert fused == [{0}, set(), {0}]
+
+
+def test_while_frames_wait_keyframes_are_aligned_later(monkeypatch):
+    mapper, arrived = Mapper(CONFIG), []
+    monkeypatch.setattr(mapper._trainer.refinement, "apply", lambda keyframe: arrived.append(keyframe.id))
+    monkeypatch.setattr(mapper, "_train", lambda: False)
+    monkeypatch.setattr(mapper, "_thread", object())   # as if a worker trained
+    for f in [replace(f, held_out=False) for f in stream(6, True)]:
+        mapper.ledger.arrived()
+        mapper.submit(f)
+    for _ in range(6):
+        mapper._take_frame()
+    assert len(mapper._keyframes) == 6 and arrived == [4, 5]   # four found at least two more waiting
+    monkeypatch.setattr(mapper, "_thread", None)
+    mapper.close()

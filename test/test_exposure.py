@@ -168,7 +168,7 @@ def test_refinement_takes_a_small_share_of_the_time_where_a_worker_trains(monkey
     mapper, now, applied = mapped(stream(2, False), **ON), [0.0], []
     trainer = mapper._trainer
     monkeypatch.setattr(refine.time, "monotonic", lambda: now[0])
-    def slow(keyframe):
+    def slow(*_):
         applied.append(now[0])
         now[0] += 1.0   # seconds
     monkeypatch.setattr(trainer.refinement, "_expose", slow)
