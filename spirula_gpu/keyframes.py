@@ -17,7 +17,7 @@ from .native import Engine, View
 
 
 GATE_POSES = 2000  # keyframes that a new frame is compared with
-NEAR, NEAR_FROM = (0.7, 2.0, 6.0, 20.0, 64.0), 500   # keyframes: over so many (sigma) corrections of the poses may be alike; as the newest say
+NEAR, NEAR_FROM = (0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0, 11.0, 16.0, 32.0, 64.0), 500   # keyframes: over so many (sigma) corrections of the poses may be alike; as the newest say
 MOST_TARGETS = 64  # images at the exposure of the map that are kept; another one costs a look-up of each byte when its keyframe is chosen
 JUDGED_STEPS, JUDGED_LEAST, JUDGED_EVERY = 8, 12, 32   # a keyframe is judged after so many steps, beside so many others; the limit is found again after so many choices
 UNFIT_SIGMAS, UNFIT_FACTOR = 4.0, 1.8                   # unfit: a loss so many robust deviations (of logarithms) and so many times above the median
