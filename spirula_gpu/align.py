@@ -18,6 +18,7 @@ LEVELS = 3
 ITERATIONS = 6         # a level, at most
 POINTS = 2000          # a level, at most
 MIN_POINTS = 150       # .. and at least at the finest: below that nothing is said about the pose
+LEAST_PX = 4           # of a level, each way
 MIN_SHARE = 0.2        # of the image that the map must cover
 ALPHA = 0.9            # where the render counts
 EDGE = 0.05            # relative step of depth: no point at one
@@ -46,7 +47,7 @@ def align(image: Seen, render: Seen, camera: Camera, T_prior: np.ndarray, sigma_
     pyramid, T, result, sigmas = _pyramid(image, render, camera), np.eye(4), None, (sigma_m, sigma_rad)
     for level, (a, b, c) in enumerate(reversed(pyramid)):
         points = _points(b, c)
-        if len(points) < (MIN_POINTS if level == LEVELS - 1 else 40):
+        if min(c.width, c.height) < LEAST_PX or len(points) < (MIN_POINTS if level == LEVELS - 1 else 40):
             if level == LEVELS - 1:
                 return "texture"
             continue
@@ -56,7 +57,8 @@ def align(image: Seen, render: Seen, camera: Camera, T_prior: np.ndarray, sigma_
         T = T if result is None else moved   # a coarse level that got lost is left out
     if result.gain < LEAST_GAIN:
         return "texture"
-    _, begin = _descend(pyramid[0][0], points, camera, np.eye(4), T_prior, sigmas, iterations=0, scales=result.scales)
+    shown = image if result.scales[1] else image._replace(depth_m=None)   # both with depth or both without
+    _, begin = _descend(shown, points, camera, np.eye(4), T_prior, sigmas, iterations=0, scales=result.scales)
     return Aligned(T, np.array(result.information).reshape(6, 6), begin.cost, result.cost) if begin else "overlap"
 
 

@@ -23,7 +23,7 @@ def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[
              shown: list[np.ndarray | None] | None = None) -> list[np.ndarray]:
     """T_view_ref [4,4] float64 of each view, corrected. gray [h,w] uint8, depth_m [h,w] along z, 0 = unknown, at least roughly right; views: (gray, camera, T_view_ref);
     shown: of the reference and each view, [h,w] uint8, 0 = not of the scene: no corner is there; None: all is."""
-    shown = [None if s is None else cv2.erode(s, np.ones((WINDOW_PX, WINDOW_PX), np.uint8)) for s in shown or [None] * (1 + len(views))]
+    shown = [_away_from_masked(s) for s in shown or [None] * (1 + len(views))]
     corners = cv2.goodFeaturesToTrack(gray, CORNERS, 0.01, max(3, max(gray.shape) // 50), mask=shown[0])
     T = [t for _, _, t in views]
     if corners is None:
@@ -43,23 +43,31 @@ def adjusted(gray: np.ndarray, camera: Camera, depth_m: np.ndarray, views: list[
     return _fitted(rays, inv, [c for _, c, _ in views], T, seen, there, float(np.median(known)))
 
 
-def disagreement(a: tuple[np.ndarray, Camera], b: tuple[np.ndarray, Camera], T_b_a: np.ndarray) -> float | None:
+def disagreement(a: tuple[np.ndarray, Camera], b: tuple[np.ndarray, Camera], T_b_a: np.ndarray, shown=(None, None)) -> float | None:
     """rad: how much farther tracks from a into b, (gray [h,w] uint8, camera) of one size, lie from their epipolar lines by T_b_a [4,4] than by the motion that fits them best: of the
-    medians, and NOISE_PX at least. None: fewer than twice LEAST tracks. No depth is needed: where tracks lie along their lines is left to it."""
+    medians, and NOISE_PX at least; 0 where that may be chance. shown: of a and b, [h,w] uint8, 0 = not of the scene, or None. None: fewer than twice LEAST tracks. No depth is needed: where tracks lie along their lines is left to it."""
     (gray, camera), (other, lens) = a, b
     scale = gray.std() / max(other.std(), 1.0)   # optical flow takes exposures for equal
     other = cv2.convertScaleAbs(other, alpha=scale, beta=gray.mean() - scale * other.mean())
-    corners = cv2.goodFeaturesToTrack(gray, CORNERS, 0.01, max(3, max(gray.shape) // 50))
+    corners = cv2.goodFeaturesToTrack(gray, CORNERS, 0.01, max(3, max(gray.shape) // 50), mask=_away_from_masked(shown[0]))
     if corners is None:
         return None
     at, found, _ = cv2.calcOpticalFlowPyrLK(gray, other, corners, None, winSize=(WINDOW_PX, WINDOW_PX), maxLevel=3)
     back, found_back, _ = cv2.calcOpticalFlowPyrLK(other, gray, at, None, winSize=(WINDOW_PX, WINDOW_PX), maxLevel=3)
     good = (found[:, 0] > 0) & (found_back[:, 0] > 0) & (np.linalg.norm((back - corners)[:, 0], axis=1) < BACK_PX)
-    if good.sum() < 2 * LEAST:
+    if shown[1] is not None:
+        good &= _away_from_masked(shown[1])[tuple(np.clip(at[:, 0].astype(int), 0, np.array(other.shape[::-1]) - 1).T[::-1])] > 0
+    if (n := int(good.sum())) < 2 * LEAST:
         return None
-    rays_a, rays_b = (np.column_stack([(p[good, 0] + 0.5 - (c.cx, c.cy)) / (c.fx, c.fy), np.ones(good.sum())]) for p, c in ((corners, camera), (at, lens)))
+    rays_a, rays_b = (np.column_stack([(p[good, 0] + 0.5 - (c.cx, c.cy)) / (c.fx, c.fy), np.ones(n)]) for p, c in ((corners, camera), (at, lens)))
     before, after = (float(np.median(np.abs(_across(rays_a, rays_b, T)))) for T in (T_b_a, _by_tracks(rays_a, rays_b, T_b_a, NOISE_PX / lens.fx)))
-    return math.sqrt(max(before**2 - max(after, NOISE_PX / lens.fx) ** 2, 0.0))
+    noise2 = max(after**2 * n / (n - 5), (NOISE_PX / lens.fx) ** 2)   # five numbers were fitted
+    more = before**2 - noise2
+    return math.sqrt(more) if more > 2 * noise2 / math.sqrt(n) else 0.0   # a median of n is sure to that, about
+
+
+def _away_from_masked(shown: np.ndarray | None) -> np.ndarray | None:
+    return None if shown is None else cv2.erode(shown, np.ones((WINDOW_PX, WINDOW_PX), np.uint8))
 
 
 def _across(rays_a, rays_b, T) -> np.ndarray:

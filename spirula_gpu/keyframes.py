@@ -16,6 +16,7 @@ from .exposure import corrected
 from .native import Engine, View
 
 
+SKEWED = 5e-4      # entries of R R^T - 1; a frame may have twice that
 GATE_POSES = 2000  # keyframes that a new frame is compared with
 NEAR, NEAR_FROM = (0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0, 11.0, 16.0, 32.0, 64.0), 500   # keyframes: over so many (sigma) corrections of the poses may be alike; as the newest say
 MOST_TARGETS = 64  # images at the exposure of the map that are kept; another one costs a look-up of each byte when its keyframe is chosen
@@ -96,7 +97,12 @@ class Keyframe:
         return sum(a.nbytes for a in (self.frame.rgb, self.frame.depth_m, self.frame.mask) if a is not None)
 
     def place(self, T_world_cam: np.ndarray) -> None:
-        """Its camera is there: [4,4] float64."""
+        """Its camera is there: [4,4] float64. Motions must not make a given rotation that is only just one into none."""
+        R = T_world_cam[:3, :3]
+        if np.abs(R @ R.T - np.eye(3)).max() > SKEWED:
+            u, _, v = np.linalg.svd(R)
+            T_world_cam = T_world_cam.copy()
+            T_world_cam[:3, :3] = u @ v
         self.frame, self._view, self._correction = replace(self.frame, T_world_cam=T_world_cam), None, None
 
     @property
@@ -111,13 +117,14 @@ class Keyframe:
             self._correction = log_se3(np.linalg.inv(self.T_given) @ self.frame.T_world_cam)
         return self._correction
 
-    def correct(self, D: np.ndarray, moved: np.ndarray | None) -> None:
-        """A corrected path moves the pose as given by D [4,4] and the one that is used by `moved`; where that is visible (not None) the keyframe is trained as often as a new one."""
-        T_given = D @ self.T_given
-        if moved is not None:
-            self.place(moved @ self.frame.T_world_cam)
-            self.loss, self.steps = np.inf, 0
-        self.T_given, self._correction = T_given, None
+    def correct(self, D: np.ndarray, M: np.ndarray | None, as_one: bool = False) -> None:
+        """A corrected path moves the pose as given by D [4,4] and the one that is used by M, if visibly (not None). It is trained as often as a new one then, unless all move as one."""
+        stays = not self.moved and M is not None and np.array_equal(D, M)
+        if M is not None:
+            self.place(M @ self.frame.T_world_cam)
+            if not as_one:
+                self.loss, self.steps = np.inf, 0
+        self.T_given, self._correction = self.frame.T_world_cam if stays else D @ self.T_given, None
 
     def expose(self, log_gain: np.ndarray) -> None:
         """Its image was taken with exp(log_gain [3]) times the exposure of the map."""
@@ -154,12 +161,12 @@ def nearness(away: np.ndarray, near: float) -> np.ndarray:
     return np.exp(-((away / near) ** 2) / 2)
 
 
-def correct(keyframes: Iterable[Keyframe], found: Motions, moves: Motions) -> int:
+def correct(keyframes: Iterable[Keyframe], found: Motions, moves: Motions, as_one: bool = False) -> int:
     """What a corrected path has found moves those poses as given that it moves visibly, and the cameras by `moves`. Returns how many cameras."""
     stamps = np.array([k.frame.stamp_ns for k in keyframes], np.int64)
     (D, said), (M, moved) = found.of(stamps), moves.of(stamps)
     for keyframe, D_k, is_said, M_k, moves_k in zip(keyframes, D, said, M, moved):
-        keyframe.correct(D_k if is_said else np.eye(4), M_k if moves_k else None)
+        keyframe.correct(D_k if is_said else np.eye(4), M_k if moves_k else None, as_one)
     return int(moved.sum())
 
 
@@ -242,18 +249,20 @@ class Keyframes:
         moved = weight @ np.array([self._all[i].correction for i in order]) / weight.sum()
         return replace(frame, T_world_cam=frame.T_world_cam @ exp_se3(moved))
 
-    def settled(self, found: Motions, scale: Scale) -> np.ndarray | None:
+    def settled(self, found: Motions, scale: Scale, fixed: bool = False) -> np.ndarray | None:
         """Where poses were aligned with the map (`refine.pose`), the map may have made a correction long ago; to move its parts again would tear it. G [4,4], the motion of all as one that
-        takes the map to the corrected path, when that leaves the cameras nearer to their corrected poses than the motions found would leave them; else, and without alignment, None."""
+        takes the map to the corrected path, when that leaves the cameras nearer to their corrected poses than the motions found would leave them; else, and without alignment, None. fixed: the map is that of a file, which stays (G = 1)."""
         if not any(k.moved for k in self._all):
             return None
+        if fixed:
+            return np.eye(4)
         D, said = found.of(np.array([k.frame.stamp_ns for k in self._all], np.int64))
         T_given = np.stack([D_k @ k.T_given if moves else k.T_given for D_k, moves, k in zip(D, said, self._all)])
         T_used, px = np.stack([k.frame.T_world_cam for k in self._all]), np.repeat([scale.px_per_m, scale.px_per_rad], 3)
         G = mean_motion(T_used, T_given)
         goes = px * np.array([k.correction for k in self._all])
         stays = px * np.array([log_se3(np.linalg.inv(g) @ G @ u) for g, u in zip(T_given, T_used)])
-        return G if ((stays - goes) * stays).sum() < 0.5 * ((stays - goes) ** 2).sum() else None
+        return G if (stays**2).sum() < (goes**2).sum() else None
 
     def learn_near(self, sigma_m: float, sigma_rad: float) -> None:
         """Over how many keyframes corrections are alike: neighbours of a keyframe, left out itself, predict its own best with that one of NEAR. A drift of the given poses, or a

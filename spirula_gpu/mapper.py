@@ -322,12 +322,12 @@ class Mapper:
         else:
             if self.config.refine.exposure:
                 keyframe.expose(self._keyframes.newest.log_gain)   # until the map says, as the next
-            if self.config.refine.pose:
-                keyframe.place(self._keyframes.placed(frame).T_world_cam)
+            if (placed := self._keyframes.placed(frame)) is not frame:
+                keyframe.place(placed.T_world_cam)
         self._next_id += 1
         self._owners.append(frame.stamp_ns)
+        self._trainer.refinement.track(keyframe, self._keyframes)
         if self._thread is None or len(self._inbox) < HURRY_FRAMES:   # else when it is trained
-            self._trainer.refinement.track(keyframe, self._keyframes)
             self._trainer.refine(keyframe)
         if frame.depth_m is None:
             self._multiview.wait(keyframe)
@@ -630,6 +630,8 @@ class Mapper:
         if not config.refine.exposure:   # nothing would keep the gains up
             for keyframe in self._keyframes:
                 keyframe.expose(np.zeros(3))
+        if config.refine.pose and not self.config.refine.pose:
+            self._trainer.refinement.track_again(self._keyframes)
         self.config = self._trainer.config = self._trainer.refinement.config = config
 
     def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
@@ -650,14 +652,14 @@ class Mapper:
             self._tell_status()
             raise
         self._path_hint = ""
-        G = self._keyframes.settled(found, scale)
+        G = self._keyframes.settled(found, scale, fixed=self._trainer.refinement.given)
         moves = found if G is None else as_one(found, G, given, scale)
         gaussians = self._trainer.correct(moves, np.array(self._owners, np.int64), as_one=G is not None)   # first: it is what may fail, and takes so long that frames come in meanwhile
         with self._submitting:
             self._track.correct(found)
             self._gate.correct(found)
             self._inbox.replace(found.place)
-        keyframes = correct(list(self._keyframes), found, moves)
+        keyframes = correct(list(self._keyframes), found, moves, as_one=G is not None)
         self._multiview.correct(found, moves, self._keyframes)
         self._held_out = [found.place(frame) for frame in self._held_out]
         self._output.restart_mesh()

@@ -126,9 +126,16 @@ class Refinement:
         if not self.config.refine.pose:
             return
         self._arrived += 1
-        if len(self._off_rad) >= REMEMBERED and self._arrived % AGAIN_TRACKED:
-            return
-        before = list(keyframes)[-max(BACK):]
+        if self._arrived % AGAIN_TRACKED == 0 or (len(self._off_rad) < REMEMBERED and self._arrived <= 2 * REMEMBERED):
+            self._compare(keyframe, list(keyframes)[-max(BACK):])
+
+    def track_again(self, keyframes: Keyframes) -> None:
+        """For poses that came while they were not asked about."""
+        known = list(keyframes)
+        for i in range(max(len(known) - REMEMBERED, 0), len(known)):
+            self._compare(known[i], known[max(i - max(BACK), 0):i])
+
+    def _compare(self, keyframe: Keyframe, before: list[Keyframe]) -> None:
         for back in BACK:
             if back <= len(before) and (off := disagreement(keyframe, before[-back])) is not None:
                 self._off_rad = [*self._off_rad[1 - REMEMBERED:], off]
@@ -175,7 +182,8 @@ def disagreement(a: Keyframe, b: Keyframe) -> float | None:
     if (sizes[0].width, sizes[0].height) != (sizes[1].width, sizes[1].height):
         return None
     gray, other = (cv2.resize(cv2.cvtColor(f.rgb, cv2.COLOR_RGB2GRAY), (c.width, c.height), interpolation=cv2.INTER_AREA) for f, c in zip(frames, sizes))
-    return bundle.disagreement((gray, sizes[0]), (other, sizes[1]), np.linalg.inv(b.T_given) @ a.T_given)
+    shown = [None if f.mask is None else cv2.resize(f.mask, (c.width, c.height), interpolation=cv2.INTER_NEAREST) for f, c in zip(frames, sizes)]
+    return bundle.disagreement((gray, sizes[0]), (other, sizes[1]), np.linalg.inv(b.T_given) @ a.T_given, shown)
 
 
 def _at_most(pixels: int, camera: Camera) -> Camera:

@@ -146,7 +146,7 @@ class Alignment {
         for (int j = 0; j < 2; ++j) { rows[k][j] = at(x0 + j, y0 - 1 + k); columns[k][j] = at(x0 - 1 + k, y0 + j); }
       auto across = [&](int k) { return (1 - a) * rows[k][0] + a * rows[k][1]; };
       auto down = [&](int k) { return (1 - b) * columns[k][0] + b * columns[k][1]; };
-      if (!std::isfinite(across(0) + across(3) + down(0) + down(3) + p[3])) continue;
+      if (!std::isfinite(across(0) + across(1) + across(2) + across(3) + down(0) + down(3) + p[3])) continue;
       X.push_back(x); Y.push_back(y); Z.push_back(z); u.push_back(px); v_.push_back(py); ours.push_back(p[3]);
       grey.push_back((1 - b) * across(1) + b * across(2));
       gx.push_back(0.5f * ((1 - a) * (down(2) - down(0)) + a * (down(3) - down(1))));  // central differences, between the pixels
