@@ -28,7 +28,7 @@ from .native import Engine, NativeError, largest_map
 from .output import MESH_FRAMES, HeldOut, Output
 from .ply import check_path
 from .points import fill
-from .report import FrameLedger, Latest, Snapshot, SplatSnapshot, Status, VramReport
+from .report import CameraPath, FrameLedger, Latest, Snapshot, SplatSnapshot, Status, VramReport
 from .splats import FormatError
 from .trainer import Trainer, refused
 from .trajectory import write_poses
@@ -61,6 +61,7 @@ class Wants:
     """What has listeners: nothing else is computed."""
     render: bool = False
     mesh: bool = False
+    path: bool = False
     render_period_s: float = 0.5
     splats: int = 0             # a viewer takes so many Gaussians at most
     splats_period_s: float = 2.0
@@ -81,6 +82,7 @@ class Mapper:
     STEPS_PER_TICK = 5
     SAVING_SHARE = 0.05   # of the time, at most, goes into periodic checkpoints
     SHOWING_SHARE = 0.05  # .. and into copies of the map for a viewer
+    PATH_PERIOD_S = 1.0   # between messages of the keyframes' poses, at least
     VIEWER_POSES = 100    # keyframes that a viewer gets
 
     def __init__(self, config: Config = Config()):
@@ -90,7 +92,7 @@ class Mapper:
             raise CheckpointError(str(e)) from None
         self.config = config
         self.ledger = FrameLedger()
-        self.latest, self.splats = Latest(), Latest()   # Snapshot, SplatSnapshot
+        self.latest, self.splats, self.path = Latest(), Latest(), Latest()   # Snapshot, SplatSnapshot, CameraPath
         self.wants = Wants()
         self._inbox = Inbox(self.ledger)
         self._gate, self._track, self._submitting = Gate(), Track(), threading.Lock()  # a frame is through the gate and in the inbox, or neither
@@ -206,8 +208,8 @@ class Mapper:
         self._problem, self._unsaved, self._budget_hint, self._path_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
         self._rate = deque(maxlen=20)
-        self._shown, self._showing_s = None, 0.0
-        self._last = dict(frame=time.monotonic(), render=0.0, mesh=0.0, splats=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
+        self._shown, self._showing_s, self._path_shown = None, 0.0, None
+        self._last = dict(frame=time.monotonic(), render=0.0, mesh=0.0, splats=0.0, path=0.0, evaluate=0.0, tell=0.0, checkpoint=time.monotonic())
         self._tell()
 
     def _work(self) -> None:
@@ -413,6 +415,7 @@ class Mapper:
         if now - self._last["tell"] > 0.2:
             self._tell()
         self._show_splats(now)
+        self._show_path(now)
         if not self._keyframes:
             return False
         mesh = self.wants.mesh and self._can_mesh and self.config.mesh.period_s > 0 and self._due_at("mesh", now, self.config.mesh.period_s)
@@ -434,6 +437,15 @@ class Mapper:
         poses = np.array([k.frame.T_world_cam for k in keyframes]).reshape(-1, 4, 4)
         self.splats.set(SplatSnapshot(self._trainer.steps, self._output.splats(w.splats), len(self._engine), poses, keyframes[-1].frame.camera if keyframes else None))
         self._shown, self._showing_s = state, time.monotonic() - begin
+
+    def _show_path(self, now: float) -> None:
+        """The keyframes' poses, when some came or moved."""
+        state = self._next_id, self._trainer.refinement.aligned, self._corrections
+        if not self.wants.path or not self._keyframes or state == self._path_shown or not self._due_at("path", now, self.PATH_PERIOD_S):
+            return
+        known = sorted((k.frame for k in self._keyframes), key=lambda frame: frame.stamp_ns)
+        self.path.set(CameraPath(np.array([f.stamp_ns for f in known], np.int64), np.stack([f.T_world_cam for f in known])))
+        self._path_shown = state
 
     def _due_at(self, what: str, now: float, period_s: float) -> bool:
         if now - self._last[what] < period_s:
@@ -603,6 +615,7 @@ class Mapper:
             self._inbox.drop_all("reset")
         self.latest.set(None)
         self.splats.set(None)
+        self.path.set(CameraPath(np.empty(0, np.int64), np.empty((0, 4, 4))))   # for who has the old one
         if paused:
             self._do_pause(True)
 

@@ -123,6 +123,13 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class CameraPath:
+    """Where the keyframes' cameras are, as refined. Arrays are nobody else's."""
+    stamps_ns: np.ndarray       # [n] int64, sorted
+    T_world_cam: np.ndarray     # [n,4,4] float64
+
+
+@dataclass(frozen=True)
 class SplatSnapshot:
     """The map as a viewer draws it. Arrays are nobody else's."""
     steps: int

@@ -207,7 +207,7 @@ class TrainNode(Node):
         self._explain_silence(time.monotonic())
         self._look_for_twins(time.monotonic())
         self._explain_limit(time.monotonic())
-        wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, 1 / self.ros.publish.render_hz)
+        wants = Wants(self.outputs.render_listeners() > 0, self.outputs.mesh_listeners() > 0, self.outputs.path_listeners() > 0, 1 / self.ros.publish.render_hz)
         self.mapper.wants = self.web.wanted(wants) if self.web else wants
         self.outputs.publish(self.ros.publish, "\n".join(filter(None, (self._twins, self._resume_hint, self._hint))), self.internal_error)
 

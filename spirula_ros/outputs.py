@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from typing import Iterable
 
+from nav_msgs.msg import Path
 from rclpy._rclpy_pybind11 import RCLError
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
@@ -16,7 +17,7 @@ from spirula_gpu.report import MeshChunk
 from .markers import MeshMarkers
 from .msg import MapStatus, VramReport
 from .params import PublishConfig
-from .publish import camera_info_msg, depth_msg, header, image_msg, status_msg, vram_msg
+from .publish import camera_info_msg, depth_msg, header, image_msg, path_msg, status_msg, vram_msg
 
 
 def latched(depth: int) -> QoSProfile:
@@ -29,13 +30,14 @@ class Outputs:
     def __init__(self, node: Node, mapper: Mapper):
         self._node, self._mapper = node, mapper
         self.mesh, self.frame_id, self.stamp_delay_ms, self.failed_sends = MeshMarkers(), "", float("nan"), 0
-        self._revision, self._due, self._mesh_count = None, {}, 0
+        self._revision, self._due, self._mesh_count, self._path = None, {}, 0, None
         create = node.create_publisher
         self.rgb = create(Image, "~/render/image", 2)
         self.depth = create(Image, "~/render/depth", 2)
         self.info = create(CameraInfo, "~/render/camera_info", 2)
         self.status = create(MapStatus, "~/status", latched(1))
         self.vram = create(VramReport, "~/vram", latched(1))
+        self.path = create(Path, "~/path", latched(1))
         self.markers = create(MarkerArray, "~/mesh", latched(10))  # a whole mesh takes several messages
 
     def render_listeners(self) -> int:
@@ -43,6 +45,9 @@ class Outputs:
 
     def mesh_listeners(self) -> int:
         return self.markers.get_subscription_count()
+
+    def path_listeners(self) -> int:
+        return self.path.get_subscription_count()
 
     def publish(self, config: PublishConfig, hint: str, internal_error: str) -> None:
         """Whatever is due."""
@@ -55,6 +60,9 @@ class Outputs:
         if snapshot is not None and snapshot.revision != self._revision and self._is_due("render", config.render_hz, now):
             self._revision = snapshot.revision
             self._publish_render(snapshot)
+        if (path := self._mapper.path.get()) is not None and path is not self._path:
+            self._path = path
+            self._send(self.path, path_msg(path, header(self._now_ns(), self._node.intake.map_frame)))
         self._publish_mesh(() if snapshot is None else snapshot.mesh, config, now)  # without a map listeners still have to drop the last one
 
     def publish_status(self, hint: str, internal_error: str) -> None:

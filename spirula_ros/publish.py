@@ -5,13 +5,16 @@ import array
 
 import numpy as np
 from builtin_interfaces.msg import Time
+from geometry_msgs.msg import PoseStamped
+from nav_msgs.msg import Path
 from sensor_msgs.msg import CameraInfo, Image
 from std_msgs.msg import Header
 
 from spirula_gpu.camera import Camera
-from spirula_gpu.report import Status, VramReport
+from spirula_gpu.report import CameraPath, Status, VramReport
 
 from . import msg as ours
+from .poses import quat_from_matrix
 
 
 def header(stamp_ns: int, frame_id: str) -> Header:
@@ -44,6 +47,17 @@ def camera_info_msg(camera: Camera, head: Header) -> CameraInfo:
     return CameraInfo(header=head, height=camera.height, width=camera.width, distortion_model="plumb_bob", d=[0.0] * 5,
                       k=[fx, 0.0, cx, 0.0, fy, cy, 0.0, 0.0, 1.0], r=[1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0],
                       p=[fx, 0.0, cx, 0.0, 0.0, fy, cy, 0.0, 0.0, 0.0, 1.0, 0.0])
+
+
+def path_msg(path: CameraPath, head: Header) -> Path:
+    """The cameras (optical frame) in the map's frame, each with the stamp of its image."""
+    poses = []
+    for stamp_ns, T in zip(path.stamps_ns.tolist(), path.T_world_cam):
+        pose = PoseStamped(header=header(stamp_ns, head.frame_id))
+        pose.pose.position.x, pose.pose.position.y, pose.pose.position.z = map(float, T[:3, 3])
+        pose.pose.orientation.x, pose.pose.orientation.y, pose.pose.orientation.z, pose.pose.orientation.w = map(float, quat_from_matrix(T[:3, :3]))
+        poses.append(pose)
+    return Path(header=head, poses=poses)
 
 
 def status_msg(status: Status, head: Header, hint: str = "", stamp_latency_ms: float = float("nan")) -> ours.MapStatus:

@@ -22,6 +22,7 @@ class FakeMapper:
 
     def __init__(self, config):
         self.config, self.ledger, self.latest = config, FrameLedger(), Latest()
+        self.path = Latest()
         self.wants, self.frames, self.commands = None, [], []
         self.state, self.error, self.busy_s = "waiting", "", 0.0
         self.started = self.stopped = False

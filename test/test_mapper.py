@@ -439,3 +439,22 @@ def test_keyframes_of_wrong_poses_cost_less_than_they_would():
     assert with_it.status().keyframes_unfit == 3 and without.status().keyframes_unfit == 0
     assert psnr(with_it) > psnr(without) + 0.3, (psnr(with_it), psnr(without))
     with_it.close(), without.close()
+
+
+def test_the_path_is_shown_when_it_has_changed_and_is_empty_after_a_reset():
+    mapper = run(SMALL)
+    assert mapper.path.get() is None
+    mapper.wants = Wants(path=True)
+    mapper.tick()
+    path = mapper.path.get()
+    assert path.stamps_ns.tolist() == sorted(k.frame.stamp_ns for k in mapper._keyframes)
+    np.testing.assert_array_equal(path.T_world_cam, [k.frame.T_world_cam for k in mapper._keyframes])
+    mapper._last["path"] = 0.0
+    mapper.tick()
+    assert mapper.path.get() is path
+    submit(mapper, frame(7))
+    mapper._last["path"] = 0.0
+    mapper.run_due()
+    assert len(mapper.path.get().stamps_ns) == len(path.stamps_ns) + 1
+    mapper.command("reset").result()
+    assert len(mapper.path.get().stamps_ns) == 0

@@ -32,6 +32,7 @@ from fake_mapper import WRITTEN, FakeMapper
 from spirula_gpu.camera import Camera
 from spirula_gpu.checkpoint import Resumed
 from spirula_gpu.mapper import Mapper
+from spirula_gpu.report import CameraPath
 from spirula_ros.msg import MapStatus, VramReport
 from spirula_ros.node import TrainNode, check_path
 from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
@@ -272,6 +273,24 @@ def test_a_late_mesh_listener_gets_everything(rig):
     second = rig.hear(MarkerArray, "mesh")  # volatile: the history is not replayed to it
     rig.until(lambda: second)
     assert second[-1].markers[0].action == Marker.ADD
+
+
+def test_the_refined_path_is_published_to_who_listens(rig):
+    assert not rig.mapper.wants or not rig.mapper.wants.path
+    heard = rig.hear(PathMsg, "path", LATCHED)
+    rig.connected().send_frame()
+    rig.until(lambda: rig.mapper.wants and rig.mapper.wants.path and rig.mapper.frames)
+    T = np.tile(np.eye(4), (2, 1, 1))
+    T[1, :3, 3], T[1, :3, :3] = (1, 2, 3), [[0, -1, 0], [1, 0, 0], [0, 0, 1]]   # a quarter turn about z
+    rig.mapper.path.set(CameraPath(np.array([1_500_000_000, 2_000_000_001]), T))
+    rig.until(lambda: heard)
+    first, second = heard[-1].poses
+    assert (first.header.stamp.sec, first.header.stamp.nanosec, second.header.stamp.nanosec) == (1, 500_000_000, 1)
+    assert heard[-1].header.frame_id == first.header.frame_id == rig.node.intake.map_frame != ""
+    assert (second.pose.position.x, second.pose.position.y, second.pose.position.z) == (1, 2, 3)
+    assert (second.pose.orientation.z, second.pose.orientation.w) == pytest.approx((0.5**0.5, 0.5**0.5))
+    rig.spin(0.3)
+    assert len(heard) == 1
 
 
 @pytest.mark.parametrize("rig", [{"publish.render_width": 32}], indirect=True)
