@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 
 from . import native
-from .camera import Camera
+from .camera import Camera, resized_depth
 
 LEVELS = 3
 ITERATIONS = 6         # a level, at most
@@ -74,9 +74,9 @@ def _pyramid(image: Seen, render: Seen, camera: Camera) -> list[tuple[Seen, Seen
 
 
 def _halved(s: Seen, c: Camera) -> Seen:
-    """Grey by the mean, depth by a sample, valid where all that it is made of is."""
+    """Grey by the mean, depth too where it has no step, valid where all that it is made of is."""
     size = (c.width, c.height)
-    depth_m = None if s.depth_m is None else cv2.resize(s.depth_m, size, interpolation=cv2.INTER_NEAREST)
+    depth_m = None if s.depth_m is None else resized_depth(s.depth_m, *size)
     valid = cv2.resize(s.valid.astype(np.float32), size, interpolation=cv2.INTER_AREA) > 0.99
     return Seen(cv2.resize(s.grey, size, interpolation=cv2.INTER_AREA), depth_m, valid)
 

@@ -35,6 +35,7 @@ class Camera:
         return replace(self, width=width, height=height, fx=self.fx * sx, fy=self.fy * sy, cx=self.cx * sx, cy=self.cy * sy)
 
 
+DEPTH_STEP = 0.02   # spread of depths, as a share of it, beyond which a pixel covers a step
 MAX_M = 1e5  # of a coordinate: there the map's float32 is exact to 4 mm
 
 
@@ -78,9 +79,19 @@ class Frame:
         return out.astype(np.float32)
 
     def resized(self, width: int, height: int) -> "Frame":
-        """The frame at another size: means of the image's pixels when it gets smaller, single values of depth and mask."""
+        """The frame at another size: means of the image's pixels when it gets smaller, and of its depth where it has no step there; single values of the mask."""
         if (width, height) == (self.camera.width, self.camera.height):
             return self
         small = lambda x, how: None if x is None else cv2.resize(x, (width, height), interpolation=how)
-        return replace(self, camera=self.camera.resized(width, height), rgb=small(self.rgb, cv2.INTER_AREA), depth_m=small(self.depth_m, cv2.INTER_NEAREST),
+        return replace(self, camera=self.camera.resized(width, height), rgb=small(self.rgb, cv2.INTER_AREA), depth_m=None if self.depth_m is None else resized_depth(self.depth_m, width, height),
                        mask=small(self.mask, cv2.INTER_NEAREST))
+
+
+def resized_depth(depth_m: np.ndarray, width: int, height: int) -> np.ndarray:
+    """[height,width] of [H,W] float32, 0 = unknown. Smaller: the mean of what a pixel covers, which lies at its middle as its colour does, where all of that is known and within
+    DEPTH_STEP of it; else one value."""
+    if width > depth_m.shape[1] or height > depth_m.shape[0]:
+        return cv2.resize(depth_m, (width, height), interpolation=cv2.INTER_NEAREST)
+    mean, square, known = (cv2.resize(x, (width, height), interpolation=cv2.INTER_AREA) for x in (depth_m, depth_m * depth_m, (depth_m > 0).astype(np.float32)))
+    smooth = (known > 0.999) & (square - mean * mean < (DEPTH_STEP * mean) ** 2)
+    return np.where(smooth, mean, cv2.resize(depth_m, (width, height), interpolation=cv2.INTER_NEAREST_EXACT))

@@ -7,7 +7,7 @@ import pytest
 
 from spirula_gpu import refine
 from spirula_gpu.align import Aligned, Seen, align, exp_se3, log_se3
-from spirula_gpu.camera import Camera, Frame
+from spirula_gpu.camera import Camera, Frame, resized_depth
 from spirula_gpu.config import Config, replaced
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.keyframes import NEAR, Keyframe, Keyframes
@@ -65,6 +65,20 @@ def test_a_small_motion_is_recovered(kind):
         found = align(image, seen(np.eye(4)), CAMERA, np.eye(4), 1.0, 1.0)
         error = log_se3(found.T @ np.linalg.inv(D))
         assert np.abs(error[:3]).max() < 2.5e-3 and np.degrees(np.abs(error[3:]).max()) < 0.07 and found.after < 0.5 * found.before
+
+
+@pytest.mark.parametrize("times", [2, 3, 4])
+def test_depth_lies_where_the_grey_level_does_when_an_image_gets_smaller(times):
+    """A slope: depth of a corner of each pixel would move the camera by millimetres."""
+    large = Camera(80 * times, 60 * times, 65.0 * times, 65.0 * times, 40.0 * times, 30.0 * times)
+    tilted = exp_se3(np.array([0, 0, 0, 0.6, 0.2, 0]))
+    rgb, z = wall(tilted, large)
+    z[5 * times:7 * times, 3 * times] = 0   # unknown here and there
+    small, true = Frame(0, large, tilted, rgb.clip(0, 255).astype(np.uint8), z).resized(80, 60).depth_m, wall(tilted)[1]
+    assert np.abs(small / true - 1)[10:].max() < 1e-3 and small.shape == (60, 80)
+    step = np.where(np.arange(80 * times) < 41 * times + 1, 1, 3).astype(np.float32) * np.ones((60 * times, 1), np.float32)
+    assert set(np.unique(resized_depth(step, 80, 60))) == {1.0, 3.0}, "nothing floats between"
+    assert np.array_equal(resized_depth(step, 160 * times, 120 * times)[::2, ::2], step)
 
 
 def test_outliers_do_not_matter():
