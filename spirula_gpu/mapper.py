@@ -478,7 +478,7 @@ class Mapper:
             state=self._state, gaussians=len(self._engine), keyframes=len(self._keyframes), held_out=len(self._held_out),
             steps=self._trainer.steps, steps_per_s=rate, loss=self._trainer.loss, train_psnr=self._train_psnr,
             heldout_psnr=heldout_psnr, heldout_ssim=heldout_ssim, heldout_cc_psnr=heldout_cc_psnr, latency_ms=self._latency_ms, last_error=self._error,
-            corrections=self._corrections, poses_off_deg=float(np.degrees(self._trainer.refinement.noise_rad)), poses_refined=self._trainer.refinement.aligned, poses_refused=self._trainer.refinement.refused, keyframes_unfit=self._keyframes.unfit,
+            corrections=self._corrections, poses_refined=self._trainer.refinement.aligned, poses_refused=self._trainer.refinement.refused, keyframes_unfit=self._keyframes.unfit,
             hint="; ".join(text for text in (self._trainer.hint, self._multiview.hint, self._problem, self._unsaved, self._budget_hint, self._path_hint) if text)))
 
     def evaluate(self) -> list[HeldOut]:

@@ -96,7 +96,6 @@ class Status:
     heldout_psnr: float = float("nan")    # mean over the latest measurement of each held-out frame
     heldout_ssim: float = float("nan")
     heldout_cc_psnr: float = float("nan")  # after an affine colour fit of each render
-    poses_off_deg: float = 0.0            # by which given poses are off, as tracked corners say (refine.pose); 0: right, or not known
     poses_refined: int = 0                # alignments of a keyframe with the map that were taken ..
     poses_refused: int = 0                # .. and those after which the pose stayed as it was
     keyframes_unfit: int = 0              # that the map does not come to fit (wrong pose, covered lens): trained rarely

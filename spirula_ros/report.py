@@ -121,7 +121,7 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "heldout_ssim": _mean([h.ssim for h in held_out]),
         "heldout_cc_psnr": _mean([h.cc_psnr for h in held_out]),
         "train_psnr": status.train_psnr,
-        "poses": {"off_deg": round(status.poses_off_deg, 3), "refined": status.poses_refined, "refused": status.poses_refused},
+        "poses": {"refined": status.poses_refined, "refused": status.poses_refused},
         "keyframes_unfit": status.keyframes_unfit,
         "vram": {category: capacity for category, (_, capacity) in sorted(vram.categories.items())},
         "backend": mapper.backend,

@@ -241,7 +241,6 @@ def test_a_map_from_disturbed_poses_is_better_with_refinement():
     assert lost > 2 and still < 0.75 * lost, (clean, lost, still)
     assert pose_error_deg(on, truth) < 0.6 * pose_error_deg(off, truth)
     status = on.status()
-    assert 0.2 < status.poses_off_deg < 5 and off.status().poses_off_deg == 0
     assert status.poses_refined > 20 and off.status().poses_refined == off.status().poses_refused == 0
 
 
