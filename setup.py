@@ -19,7 +19,7 @@ PACKAGE = ElementTree.parse(HERE / "package.xml").getroot()
 
 ROS = [  # ROS 2 Kilted as wheels
     "ros-kilted-rclpy", "ros-kilted-rmw-fastrtps-cpp", "ros-kilted-std-msgs", "ros-kilted-std-srvs", "ros-kilted-geometry-msgs",
-    "ros-kilted-nav-msgs", "ros-kilted-sensor-msgs", "ros-kilted-visualization-msgs",
+    "ros-kilted-nav-msgs", "ros-kilted-sensor-msgs", "ros-kilted-visualization-msgs", "ros-kilted-diagnostic-msgs", "ros-kilted-lifecycle-msgs",
     # what these wheels need to build messages, and do not all declare
     "ros-kilted-ament-cmake", "ros-kilted-ament-cmake-python", "ros-ament-cmake-include-directories", "ros-ament-cmake-ros-core",
     "ros-ament-package", "ros-kilted-rosidl-default-generators", "ros-rosidl-core-generators", "ros-kilted-action-msgs",

@@ -90,10 +90,10 @@ def read_start_map(path: str | os.PathLike, engine: EngineConfig) -> Splats:
     try:
         splats = read_map(path)
     except OSError as e:
-        raise FormatError(f"train.start_map {path}: {e.strerror}") from None
+        raise FormatError(f"{path}: {e.strerror}") from None
     n, complaint = len(splats.means), splats.complaint()
     if not n or complaint:
-        raise FormatError(f"train.start_map {path}: {complaint}; `spirula convert` leaves them out" if n else f"train.start_map {path}: no Gaussians")
+        raise FormatError(f"{path}: {complaint}; `spirula convert` leaves them out" if n else f"{path}: no Gaussians")
     if n > engine.max_gaussians:
-        raise FormatError(f"train.start_map {path}: {n} Gaussians > engine.max_gaussians {engine.max_gaussians}: raise it, or thin the map with `spirula convert --min-opacity`")
+        raise FormatError(f"{path}: {n} Gaussians > engine.max_gaussians {engine.max_gaussians}: raise it, or thin the map with `spirula convert --min-opacity`")
     return splats

@@ -1,6 +1,7 @@
 """The mapper: frames in, a trained Gaussian map out. One thread owns the map; see docs/design.md for who owns what."""
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -25,11 +26,11 @@ from .keyframes import Gate, Keyframe, Keyframes, correct
 from .mesh import MeshError
 from .multiview import MultiView
 from .native import Engine, NativeError, largest_map
-from .output import MESH_FRAMES, HeldOut, Output
+from .output import MESH_FRAMES, HeldOut, Output, Progress, nothing_told
 from .ply import check_path
 from .points import fill
 from .report import CameraPath, FrameLedger, Latest, Snapshot, SplatSnapshot, Status, VramReport
-from .splats import FormatError
+from .splats import FormatError, Splats
 from .trainer import Trainer, refused
 from .trajectory import write_poses
 
@@ -37,7 +38,7 @@ HURRY_FRAMES = 2  # while so many wait for a worker, a keyframe's pose and expos
 ENDED_S = 3.0   # a worker that has got no frame for so long does not let keyframes wait for better neighbours any more
 
 
-COMMANDS = ("save_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine", "drain", "correct")
+COMMANDS = ("save_map", "load_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine", "drain", "correct")
 
 
 Part = tuple[float, float]   # from which share of a refinement to which
@@ -52,8 +53,12 @@ class Refining(NamedTuple):
     """A refinement that somebody asked for."""
     begin: float   # time.monotonic()
     end: float
+    last_step: float   # Trainer.steps; infinite: no such limit
     part: Part
     future: Future
+
+    def over(self, now: float, steps: int) -> bool:
+        return now >= self.end or steps >= self.last_step or self.future.cancelled()
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,8 @@ class Mapper:
             self._inbox.drop_all("error")
 
     def command(self, name: str, *args) -> Future:
-        """Queue a command for T1 (inline mode: run it now): save_map(path), save_poses(path), save_checkpoint(path), mesh(path), reset(), pause(bool),
-        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds, part), drain(), correct(stamps, poses)."""
+        """Queue a command for T1 (inline mode: run it now): save_map(path), load_map(path), save_poses(path), save_checkpoint(path), mesh(path, voxel_m, progress), reset(), pause(bool),
+        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds, part, steps), drain(), correct(stamps, poses)."""
         if self._thread is not None or name not in COMMANDS:
             return self.post(name, *args)
         future: Future = Future()
@@ -268,23 +273,27 @@ class Mapper:
         if self._refining:
             last = self._refining[-1]
             self._trainer.refined = between(last.part, (now - last.begin) / (last.end - last.begin))
-        while self._refining and now >= self._refining[0].end:
-            settle(self._refining.pop(0).future, None)
+        for refining in [r for r in self._refining if r.over(now, self._trainer.steps)]:
+            self._refining.remove(refining)
+            settle(refining.future, None)
         return ran
 
     def _run_command(self, name: str, args: tuple, future: Future) -> None:
         try:
             if name == "refine":
-                seconds, part = args[0], args[1] if args[1:] else WHOLE
-                if self._thread is None:
-                    self.train(seconds=seconds, part=part)
-                    return settle(future, None)
-                now = time.monotonic()
-                self._refining.append(Refining(now, now + max(seconds, 1e-3), part, future))
-                return self._refining.sort(key=lambda r: r.end)
+                return self._begin_refining(future, *args)
             settle(future, getattr(self, f"_do_{name}")(*args))
         except Exception as e:  # the caller gets it; the map is still good
             settle(future, e)
+
+    def _begin_refining(self, future: Future, seconds: float, part: Part = WHOLE, steps: int = 0) -> None:
+        """The future is answered after so many seconds or, if not 0, steps."""
+        if self._thread is None:
+            self.train(seconds=seconds, steps=steps or None, part=part)
+            return settle(future, None)
+        now = time.monotonic()
+        self._refining.append(Refining(now, now + max(seconds, 1e-3), self._trainer.steps + steps if steps else math.inf, part, future))
+        self._refining.sort(key=lambda r: r.end)
 
     def _take_frame(self) -> bool:
         item = self._inbox.take() if self._state != "paused" else None
@@ -502,15 +511,21 @@ class Mapper:
 
     def _start_from(self, path: str) -> None:
         """The Gaussians of a file, before the first frame. Raises FormatError, one line, and NativeError."""
-        splats = read_start_map(path, self.config.engine)
+        try:
+            self._begin_with(read_start_map(path, self.config.engine), path)
+        except FormatError as e:
+            raise FormatError(f"train.start_map {e}") from None
+
+    def _begin_with(self, splats: Splats, path: str) -> None:
+        """The Gaussians of the file, into the empty map. Raises FormatError, one line, and NativeError."""
         try:
             self._trainer.begin_with(splats)
         except NativeError as e:
             if not refused(e):
                 raise
-            raise FormatError(f"train.start_map {path}: {len(splats.means)} Gaussians do not fit: {e}; thin the map with `spirula convert --min-opacity`") from None
+            raise FormatError(f"{path}: {len(splats.means)} Gaussians do not fit: {e}; thin the map with `spirula convert --min-opacity`") from None
         if splats.antialiased != self.config.engine.antialiased:
-            self._trainer.hint = (f"train.start_map {path} was trained {'with' if splats.antialiased else 'without'} the 2D mip filter, as far as it says, and is drawn "
+            self._trainer.hint = (f"{path} was trained {'with' if splats.antialiased else 'without'} the 2D mip filter, as far as it says, and is drawn "
                                   f"{'without' if splats.antialiased else 'with'} it until training has adapted it; engine.antialiased={splats.antialiased} draws it as it was")
         self._tell()
 
@@ -601,8 +616,23 @@ class Mapper:
         """Of the keyframes, as they are now (refined), in the order in which they came; returns how many."""
         return write_poses(path, [(k.frame.stamp_ns, k.frame.camera, k.frame.T_world_cam) for k in self._keyframes])
 
-    def _do_mesh(self, path: str) -> None:
-        self._output.write_mesh(path, self._keyframes.spread(MESH_FRAMES))
+    def _do_load_map(self, path: str) -> int:
+        """The Gaussians of a file instead of the map; returns how many. Raises FormatError: the map is as it was, or, when they do not fit into memory, empty."""
+        splats = read_start_map(path, self.config.engine)
+        self._do_reset()
+        try:
+            self._begin_with(splats, path)
+        except FormatError as e:
+            raise FormatError(f"{e}; the map is empty") from None
+        return len(splats.means)
+
+    def _do_mesh(self, path: str, voxel_m: float = 0.0, progress: Progress = nothing_told) -> tuple[int, int]:
+        """Writes it; voxel_m 0: as configured. progress(keyframes fused, of how many) is called on this thread; what it raises ends the work and leaves the file
+        as it was. Returns how many vertices and triangles it has. Raises ValueError when there is no Gaussian or no keyframe yet."""
+        keyframes = self._keyframes.spread(MESH_FRAMES)
+        if not (len(self._engine) and keyframes):
+            raise ValueError(f"{len(self._engine)} Gaussians, {len(keyframes)} keyframes: there is nothing to make a mesh of; {path} was not touched")
+        return self._output.write_mesh(path, keyframes, voxel_m, progress)
 
     def _do_reset(self) -> None:
         old, paused = self._engine, self._state == "paused"
@@ -633,9 +663,9 @@ class Mapper:
     def _do_view(self, T_world_cam=None, camera: Camera | None = None) -> None:
         self._view = (None if T_world_cam is None else np.asarray(T_world_cam, float), camera)
 
-    def _do_render(self, T_world_cam: np.ndarray, camera: Camera) -> np.ndarray:
-        """The map from there, once: [H,W,3] uint8."""
-        return self._output.render(camera, np.linalg.inv(T_world_cam).astype(np.float32))[0]
+    def _do_render(self, T_world_cam: np.ndarray, camera: Camera) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The map from there, once: rgb [H,W,3] uint8, depth_m [H,W] float32 (0 where alpha < 0.5), alpha [H,W] float32."""
+        return self._output.render(camera, np.linalg.inv(T_world_cam).astype(np.float32))
 
     def _do_configure(self, values: dict[str, Any]) -> None:
         """By name, so that two who change different parameters do not undo each other. Raises ValueError, and changes nothing."""

@@ -78,8 +78,8 @@ class TsdfMesher:
         self._sent = seen
         return tuple(chunks)
 
-    def write_ply(self, path: str | os.PathLike) -> None:
-        """The whole mesh as a binary .ply with vertex colours; all or nothing. Raises OSError."""
+    def write_ply(self, path: str | os.PathLike) -> tuple[int, int]:
+        """The whole mesh as a binary .ply with vertex colours; all or nothing. Returns (vertices, triangles). Raises OSError."""
         vertices, triangles, colors = self.extract()
         header = "ply\nformat binary_little_endian 1.0\n" + f"element vertex {len(vertices)}\n"
         header += "".join(f"property float {axis}\n" for axis in "xyz")
@@ -90,6 +90,7 @@ class TsdfMesher:
         faces = np.empty(len(triangles), [("n", "u1"), ("corners", "<i4", 3)])
         faces["n"], faces["corners"] = 3, triangles
         write_atomically(path, header.encode(), corners.tobytes(), faces.tobytes())
+        return len(vertices), len(triangles)
 
     def _new_grid(self):
         core = self._o3d.core

@@ -3,12 +3,12 @@ reads the map and never writes it."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Iterable, NamedTuple
+from typing import Callable, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
 from .camera import Camera, Frame
-from .config import Config
+from .config import Config, MeshConfig, replaced
 from .correct import Scale
 from .exposure import corrected
 from .formats import format_of, write_map
@@ -21,6 +21,13 @@ from .splats import BLOCK, Splats, most_visible
 MESH_FRAMES = 300   # keyframes that a mesh file is made of, at most
 SCALE_FRAMES, COARSE_PX = 8, 4  # keyframes, and every so many-th pixel of them, that say how far away things are
 FUSE_PER_UPDATE = 8  # keyframes fused per live update of the mesh
+
+
+Progress = Callable[[int, int], None]   # (done, of how many)
+
+
+def nothing_told(done: int, of: int) -> None:
+    """A Progress that nobody looks at."""
 
 
 class HeldOut(NamedTuple):
@@ -121,16 +128,19 @@ class Output:
         """Every chunk of the live mesh; one that did not change is the same object as before, one that is gone is empty."""
         return tuple(self._chunks.values())
 
-    def write_mesh(self, path: str, keyframes: Iterable[Keyframe]) -> None:
-        """A fresh TSDF of the depth that the map has now."""
-        mesher = self._new_mesher()
-        for k in keyframes:
+    def write_mesh(self, path: str, keyframes: Sequence[Keyframe], voxel_m: float = 0.0, progress: Progress = nothing_told) -> tuple[int, int]:
+        """A fresh TSDF of the depth that the map has now, voxel_m 0: as configured. progress(fused, of how many) may raise, which ends it: nothing is written.
+        Returns (vertices, triangles). Raises ValueError: voxel_m is out of range."""
+        mesher = self._new_mesher(replaced(self._config, {"mesh.voxel_m": voxel_m}).mesh if voxel_m else None)
+        for i, k in enumerate(keyframes):
+            progress(i, len(keyframes))
             self._fuse(mesher, k)
-        mesher.write_ply(path)
+        progress(len(keyframes), len(keyframes))
+        return mesher.write_ply(path)
 
-    def _new_mesher(self):
+    def _new_mesher(self, mesh: MeshConfig | None = None):
         from .mesh import TsdfMesher
-        mesh, unit_m = self._config.mesh, self._engine.unit_m
+        mesh, unit_m = mesh or self._config.mesh, self._engine.unit_m
         return TsdfMesher(replace(mesh, voxel_m=mesh.voxel_m * unit_m, max_depth_m=mesh.max_depth_m * unit_m, chunk_m=mesh.chunk_m * unit_m))
 
     def _fuse(self, mesher, k: Keyframe) -> None:

@@ -48,18 +48,20 @@ def wait_until_idle(mapper: Mapper, stop=None) -> None:
         time.sleep(0.05)
 
 
-def refine(mapper: Mapper, command: Callable[..., Future], seconds: float, steps: int) -> None:
-    """Training until the first of both limits; 0 = no such limit, both 0, or no keyframes: none at all.
-    Raises RuntimeError as `waitable` does."""
+def refine(mapper: Mapper, command: Callable[..., Future], seconds: float, steps: int, told: Callable[[float, int], None] = lambda share, made: None) -> int:
+    """Training until the first of both limits; 0 = no such limit, both 0, or no keyframes: none at all. told(share of it, steps made) is called
+    every SLICE_S, and may raise, which ends it. Returns the steps made. Raises RuntimeError as `waitable` does."""
     if not (seconds or steps):
-        return
+        return 0
     begin, first, limit_s, limit_steps = time.monotonic(), mapper.status().steps, seconds or math.inf, steps or math.inf
     while mapper.status().keyframes:
-        spent = time.monotonic() - begin
-        share = max(spent / limit_s, (waitable(mapper).steps - first) / limit_steps)   # of the whole, over which the rates fall
+        spent, made = time.monotonic() - begin, waitable(mapper).steps - first
+        share = max(spent / limit_s, made / limit_steps)   # of the whole, over which the rates fall
+        told(min(share, 1.0), made)
         if share >= 1:
-            return
-        command("refine", min(limit_s - spent, SLICE_S), (share, share)).result()
+            break
+        command("refine", min(limit_s - spent, SLICE_S), (share, share), steps and steps - made).result()
+    return mapper.status().steps - first
 
 
 def waitable(mapper: Mapper) -> Status:

@@ -20,13 +20,15 @@ POSE_TYPES = {kind.__name__: kind for kind in (PoseStamped, PoseWithCovarianceSt
 
 @dataclass
 class Input:
-    """`kind`: as in Intake.on; `parameter`: the one that decides about the topic; `lost`: messages that DDS reported lost."""
+    """`kind`: as in Intake.on; `parameter`: the one that decides about the topic; `lost`: messages that DDS reported lost; `incompatible`: publishers that cannot
+    be heard for their QoS."""
     topic: str
     kind: str
     msg_type: type
     parameter: str
     qos: QoSProfile
     lost: int = 0
+    incompatible: int = 0
 
     @property
     def type_name(self) -> str:

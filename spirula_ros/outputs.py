@@ -1,23 +1,25 @@
-"""Everything the node publishes: Snapshot, Status and VramReport -> topics, at the parameters' rates, only what someone hears."""
+"""Everything the node publishes: Snapshot, Status, VramReport and splats -> topics, at the parameters' rates, only what someone hears."""
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Iterable
 
 from nav_msgs.msg import Path
 from rclpy._rclpy_pybind11 import RCLError
-from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from sensor_msgs.msg import CameraInfo, Image
+from sensor_msgs.msg import CameraInfo, Image, PointCloud2
 from visualization_msgs.msg import MarkerArray
 
-from spirula_gpu.mapper import Mapper
+from spirula_gpu.mapper import Wants
 from spirula_gpu.report import MeshChunk
+from spirula_gpu.splats import most_visible
 
 from .markers import MeshMarkers
 from .msg import MapStatus, VramReport
 from .params import PublishConfig
-from .publish import camera_info_msg, depth_msg, header, image_msg, path_msg, status_msg, vram_msg
+from .pointcloud import colored_points, splat_fields
+from .publish import VIEW_FRAME, camera_info_msg, cloud_msg, depth_msg, header, image_msg, path_msg, status_msg, vram_msg
 
 
 def latched(depth: int) -> QoSProfile:
@@ -27,11 +29,15 @@ def latched(depth: int) -> QoSProfile:
 class Outputs:
     """Owned by the executor's thread. `frame_id`: of the newest input frame; `stamp_delay_ms`: its stamp -> the inbox."""
 
-    def __init__(self, node: Node, mapper: Mapper):
-        self._node, self._mapper = node, mapper
+    def __init__(self, session, stack: ExitStack):
+        self._session, self._node, self._mapper = session, session.node, session.mapper
         self.mesh, self.frame_id, self.stamp_delay_ms, self.failed_sends = MeshMarkers(), "", float("nan"), 0
-        self._revision, self._due, self._mesh_count, self._path = None, {}, 0, None
-        create = node.create_publisher
+        self._revision, self._due, self._mesh_count, self._path, self._clouds = None, {}, 0, None, {}
+
+        def create(kind, name, qos):
+            publisher = self._node.create_publisher(kind, name, qos)
+            stack.callback(self._node.destroy_publisher, publisher)
+            return publisher
         self.rgb = create(Image, "~/render/image", 2)
         self.depth = create(Image, "~/render/depth", 2)
         self.info = create(CameraInfo, "~/render/camera_info", 2)
@@ -39,6 +45,13 @@ class Outputs:
         self.vram = create(VramReport, "~/vram", latched(1))
         self.path = create(Path, "~/path", latched(1))
         self.markers = create(MarkerArray, "~/mesh", latched(10))  # a whole mesh takes several messages
+        self.splats = create(PointCloud2, "~/splats", latched(1))
+        self.points = create(PointCloud2, "~/points", latched(1))
+
+    def wanted(self, config: PublishConfig) -> Wants:
+        """What has listeners."""
+        splats = config.splats_max if self.splats.get_subscription_count() + self.points.get_subscription_count() else 0
+        return Wants(self.render_listeners() > 0, self.mesh_listeners() > 0, self.path.get_subscription_count() > 0, 1 / config.render_hz, splats, 1 / config.splats_hz)
 
     def render_listeners(self) -> int:
         return self.rgb.get_subscription_count() + self.depth.get_subscription_count()
@@ -46,41 +59,52 @@ class Outputs:
     def mesh_listeners(self) -> int:
         return self.markers.get_subscription_count()
 
-    def path_listeners(self) -> int:
-        return self.path.get_subscription_count()
-
     def publish(self, config: PublishConfig, hint: str, internal_error: str) -> None:
         """Whatever is due."""
         now = time.monotonic()
         if self._is_due("status", config.status_hz, now):
             self.publish_status(hint, internal_error)
         if self._is_due("vram", config.vram_hz, now):
-            self._send(self.vram, vram_msg(self._mapper.vram(), header(self._now_ns(), self._node.intake.map_frame), config.vram_buffers))
+            self._send(self.vram, vram_msg(self._mapper.vram(), header(self._now_ns(), self._session.intake.map_frame), config.vram_buffers))
         snapshot = self._mapper.latest.get()
         if snapshot is not None and snapshot.revision != self._revision and self._is_due("render", config.render_hz, now):
             self._revision = snapshot.revision
             self._publish_render(snapshot)
         if (path := self._mapper.path.get()) is not None and path is not self._path:
             self._path = path
-            self._send(self.path, path_msg(path, header(self._now_ns(), self._node.intake.map_frame)))
+            self._send(self.path, path_msg(path, header(self._now_ns(), self._session.intake.map_frame)))
+        self._publish_splats(config, now)
         self._publish_mesh(() if snapshot is None else snapshot.mesh, config, now)  # without a map listeners still have to drop the last one
 
     def publish_status(self, hint: str, internal_error: str) -> None:
         status = self._mapper.status()
         text = "; ".join(line for line in (status.last_error, internal_error) if line)
         hint = "; ".join(line for line in (hint, status.hint) if line)
-        msg = status_msg(status, header(self._now_ns(), self._node.intake.map_frame), hint, self.stamp_delay_ms + status.latency_ms)
+        msg = status_msg(status, header(self._now_ns(), self._session.intake.map_frame), hint, self.stamp_delay_ms + status.latency_ms)
         msg.last_error = text
         self._send(self.status, msg)
 
     def _publish_render(self, snapshot) -> None:
-        head = header(snapshot.stamp_ns, self.frame_id)
+        head = header(snapshot.stamp_ns, self.frame_id if self._session.view[0] is None else VIEW_FRAME)
         if self.rgb.get_subscription_count():
             self._send(self.rgb, image_msg(snapshot.rgb, head))
         if self.depth.get_subscription_count():
             self._send(self.depth, depth_msg(snapshot.depth_m, head))
         if self.info.get_subscription_count():
             self._send(self.info, camera_info_msg(snapshot.camera, head))
+
+    def _publish_splats(self, config: PublishConfig, now: float) -> None:
+        """The newest copy of the map, to whoever has not got it; who comes later gets the last message."""
+        shown = self._mapper.splats.get()
+        ask = [(p, fields) for p, fields in ((self.splats, splat_fields), (self.points, colored_points)) if p.get_subscription_count() and self._clouds.get(p) is not shown]
+        if not ask or not self._is_due("splats", config.splats_hz, now):
+            return
+        head, splats = header(self._now_ns(), self._session.intake.map_frame), shown and shown.splats   # None: the map was reset
+        if splats is not None:
+            splats = splats.chosen(most_visible(splats.log_scales, splats.logit_opacities, config.splats_max))
+        for publisher, fields in ask:
+            self._clouds[publisher] = shown
+            self._send(publisher, cloud_msg(fields(splats), head))
 
     def _publish_mesh(self, chunks: Iterable[MeshChunk], config: PublishConfig, now: float) -> None:
         self.mesh.update(chunks)
@@ -89,7 +113,7 @@ class Outputs:
             self.mesh.resend()
         self._mesh_count = listeners
         if listeners and self.mesh.pending() and self._is_due("mesh", config.mesh_hz, now):
-            self._send(self.markers, self.mesh.next_message(self._now_ns(), self._node.intake.map_frame, config.mesh_triangles))
+            self._send(self.markers, self.mesh.next_message(self._now_ns(), self._session.intake.map_frame, config.mesh_triangles))
 
     def _is_due(self, name: str, hz: float, now: float) -> bool:
         if now < self._due.get(name, 0.0):

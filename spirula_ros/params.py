@@ -15,6 +15,11 @@ from .intake import IntakeConfig
 
 
 @dataclass(frozen=True)
+class LifecycleConfig:
+    autostart: bool = param(True, "", "configure and activate at start; false: wait for `ros2 lifecycle set` or a lifecycle manager, and parameters of \"at start only\" may be set until the node is configured")
+
+
+@dataclass(frozen=True)
 class TopicsConfig:
     image: str = param("image", "", "colour Image, or CompressedImage when the name ends in /compressed")
     image_transport: str = param("raw", "", "raw | compressed; compressed appends /compressed to topics.image")
@@ -42,6 +47,9 @@ class PublishConfig:
     vram_hz: float = param(1.0, "Hz", "rate of ~/vram", 0.01, 1000, True)
     vram_buffers: bool = param(False, "", "~/vram also lists every buffer", live=True)
     mesh_hz: float = param(4.0, "Hz", "highest rate of ~/mesh messages", 0.01, 1000, True)
+    splats_hz: float = param(0.5, "Hz", "highest rate of ~/splats and ~/points", 0.001, 100, True)
+    splats_max: int = param(200_000, "Gaussians", "~/splats and ~/points hold so many at most, those that show most; 56 and 16 bytes each", 1, 20_000_000, True)
+    diagnostics_hz: float = param(1.0, "Hz", "rate of /diagnostics", 0.01, 100, True)
     mesh_triangles: int = param(50_000, "triangles", "most triangles in one ~/mesh message (120 bytes each); the rest follows in the next ones", 100, 10_000_000, True)
 
 
@@ -86,6 +94,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class RosConfig:
+    lifecycle: LifecycleConfig = LifecycleConfig()
     topics: TopicsConfig = TopicsConfig()
     qos: QosConfig = QosConfig()
     intake: IntakeConfig = IntakeConfig()
@@ -160,14 +169,15 @@ def _scalar(value: Any) -> str:
 
 
 def declare_all(node) -> None:
-    """Declares every row on an rclpy node: type, description, range, read-only unless live.
+    """Declares every row on an rclpy node: type, description, range; read-only unless live, or unless somebody else than lifecycle.autostart says when to configure.
     Raises ValueError that names the parameter when an override has the wrong type or leaves its range, or is of a group of
     ours and unknown; what is of no group of ours may be meant for another node of the same file, and is warned of."""
     from rcl_interfaces.msg import FloatingPointRange, IntegerRange, ParameterDescriptor
     from rclpy.exceptions import InvalidParameterTypeException, InvalidParameterValueException
+    autostart = True
     for name, default, field in rows():
         meta = field.metadata
-        descriptor = ParameterDescriptor(description=describe(field), read_only=not meta["live"])
+        descriptor = ParameterDescriptor(description=describe(field) + ("" if meta["live"] else "; at start only"), read_only=not meta["live"] and autostart)
         if name in CHOICES:
             descriptor.additional_constraints = "one of " + ", ".join(CHOICES[name])
         if meta["low"] is not None and isinstance(default, int):
@@ -176,6 +186,7 @@ def declare_all(node) -> None:
             descriptor.floating_point_range = [FloatingPointRange(from_value=float(meta["low"]), to_value=float(meta["high"]), step=0.0)]
         try:
             node.declare_parameter(name, list(default) if isinstance(default, tuple) else default, descriptor)
+            autostart = node.get_parameter("lifecycle.autostart").value
         except (InvalidParameterTypeException, InvalidParameterValueException) as e:
             hint = " (write whole numbers of this parameter with a point, 1.0)" if isinstance(default, float) else ""
             raise ValueError(f"parameter {name}: {e}{hint}") from None
@@ -193,8 +204,11 @@ def config_from(node) -> tuple[RosConfig, Config]:
     return split({name: node.get_parameter(name).value for name, _, _ in rows()})
 
 
-def check_change(parameters, ros: RosConfig, config: Config) -> tuple[RosConfig, Config]:
+def check_change(parameters, ros: RosConfig, config: Config, configured: bool = True) -> tuple[RosConfig, Config]:
     """Both configurations after a `set_parameters` request; parameters of other tables (use_sim_time) are left alone.
-    Raises ValueError when one may not be set."""
-    known = {name for name, _, _ in rows()}
-    return split({p.name: p.value for p in parameters if p.name in known}, ros, config)
+    Raises ValueError when one may not be set, which of an "at start only" one is so while the node is configured."""
+    live = {name: field.metadata["live"] for name, _, field in rows()}
+    for p in parameters:
+        if configured and not live.get(p.name, True):
+            raise ValueError(f"{p.name} is read when the node is configured: `ros2 lifecycle set` it to deactivate, then cleanup, set the parameter, and configure it again")
+    return split({p.name: p.value for p in parameters if p.name in live}, ros, config)

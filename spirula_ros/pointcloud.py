@@ -1,9 +1,11 @@
 """sensor_msgs/PointCloud2 <-> numpy. Duck-typed as convert.py is; the layout is read from the message, not assumed."""
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
+
+from spirula_gpu.splats import SH0, Splats, as_byte
 
 from .convert import NATIVE_BIG, BadMessage, bytes_of
 
@@ -63,8 +65,30 @@ class CloudFields(NamedTuple):
     is_dense: bool
 
 
-def cloud_fields(points: np.ndarray) -> CloudFields:
-    """points [P,3] float32, m -> an unorganised cloud of x y z."""
-    data = np.ascontiguousarray(points, np.float32)
-    return CloudFields(1, len(data), tuple((axis, 4 * i, 7, 1) for i, axis in enumerate("xyz")), NATIVE_BIG, 12, 12 * len(data), data.reshape(-1).view(np.uint8),
+def cloud_fields(points: np.ndarray, names: Sequence[str] = "xyz") -> CloudFields:
+    """[P,len(names)] float32, positions in m -> an unorganised cloud with one FLOAT32 of each name a point."""
+    data, step = np.ascontiguousarray(points, np.float32), 4 * len(names)
+    return CloudFields(1, len(data), tuple((name, 4 * i, 7, 1) for i, name in enumerate(names)), NATIVE_BIG, step, step * len(data), data.reshape(-1).view(np.uint8),
                        bool(np.isfinite(data).all()))
+
+
+SPLAT_NAMES = ("x", "y", "z", "f_dc_0", "f_dc_1", "f_dc_2", "opacity", "scale_0", "scale_1", "scale_2", "rot_0", "rot_1", "rot_2", "rot_3")
+
+
+def splat_fields(splats: Splats | None) -> CloudFields:
+    """A cloud of SPLAT_NAMES, which mean what they do in a 3DGS .ply: m, constant SH coefficient of red, green, blue, logit of the opacity, log of m, quaternion
+    w x y z (unit). None: no points."""
+    if splats is None:
+        return cloud_fields(np.empty((0, len(SPLAT_NAMES))), SPLAT_NAMES)
+    quats = splats.quats / np.maximum(np.linalg.norm(splats.quats, axis=1, keepdims=True), 1e-12)
+    return cloud_fields(np.concatenate([splats.means, splats.sh[:, 0], splats.logit_opacities[:, None], splats.log_scales, quats], 1), SPLAT_NAMES)
+
+
+def colored_points(splats: Splats | None) -> CloudFields:
+    """A cloud of x y z in m and rgb, the constant colour, packed as 0x00RRGGBB into the bytes of a float as PCL and rviz2 have it. None: no points."""
+    n = 0 if splats is None else len(splats.means)
+    points = np.empty((n, 4), np.float32)
+    if n:
+        red, green, blue = as_byte(255 * (0.5 + SH0 * splats.sh[:, 0])).astype(np.uint32).T
+        points[:, :3], points.view(np.uint32)[:, 3] = splats.means, red << 16 | green << 8 | blue
+    return cloud_fields(points, ("x", "y", "z", "rgb"))._replace(is_dense=True)   # rgb is no number: it may look like a NaN

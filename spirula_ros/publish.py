@@ -7,14 +7,18 @@ import numpy as np
 from builtin_interfaces.msg import Time
 from geometry_msgs.msg import PoseStamped
 from nav_msgs.msg import Path
-from sensor_msgs.msg import CameraInfo, Image
+from sensor_msgs.msg import CameraInfo, Image, PointCloud2, PointField
 from std_msgs.msg import Header
 
 from spirula_gpu.camera import Camera
 from spirula_gpu.report import CameraPath, Status, VramReport
 
 from . import msg as ours
+from .pointcloud import CloudFields
 from .poses import quat_from_matrix
+
+
+VIEW_FRAME = "spirula_view"  # of pictures that no camera of the robot has taken; nobody publishes a transform to it
 
 
 def header(stamp_ns: int, frame_id: str) -> Header:
@@ -30,10 +34,22 @@ def image_msg(pixels: np.ndarray, head: Header) -> Image:
     else:
         raise ValueError(f"image is {pixels.dtype} {pixels.shape}: must be uint8 [H,W,3] or float32 [H,W]")
     height, width = pixels.shape[:2]
-    data = array.array("B")  # the one type that rclpy takes as it is; an ndarray is checked byte by byte, ~1 s per 1080p image
-    data.frombytes(memoryview(np.ascontiguousarray(pixels)).cast("B"))
     return Image(header=head, height=height, width=width, encoding=encoding, is_bigendian=0,
-                 step=width * pixels.itemsize * (3 if encoding == "rgb8" else 1), data=data)
+                 step=width * pixels.itemsize * (3 if encoding == "rgb8" else 1), data=byte_array(pixels))
+
+
+def byte_array(values: np.ndarray) -> array.array:
+    """The one type that rclpy takes as it is; an ndarray is checked byte by byte, ~1 s per 1080p image."""
+    data = array.array("B")
+    if values.size:
+        data.frombytes(memoryview(np.ascontiguousarray(values)).cast("B"))
+    return data
+
+
+def cloud_msg(cloud: CloudFields, head: Header) -> PointCloud2:
+    return PointCloud2(header=head, height=cloud.height, width=cloud.width, is_bigendian=cloud.is_bigendian, point_step=cloud.point_step, row_step=cloud.row_step,
+                       fields=[PointField(name=name, offset=offset, datatype=kind, count=count) for name, offset, kind, count in cloud.fields],
+                       data=byte_array(cloud.data), is_dense=cloud.is_dense)
 
 
 def depth_msg(depth_m: np.ndarray, head: Header) -> Image:

@@ -27,11 +27,11 @@ def policy_name(kind: int) -> str:
         return f"policy {kind}"
 
 
-def describe_publishers(node, source: Input) -> str:
+def describe_publishers(node, inputs: list[Input], source: Input) -> str:
     """One line: who publishes, and whether we can hear them."""
     infos = node.get_publishers_info_by_topic(source.topic)
     if not infos:
-        taken = {other.topic for other in node.inputs}
+        taken = {other.topic for other in inputs}
         same = sorted(name for name, types in node.get_topic_names_and_types()
                       if name not in taken and bool(MASK_NAME.search(name)) <= (source.kind == "mask") and source.type_name in types and node.count_publishers(name) and not name.startswith(node.get_fully_qualified_name() + "/"))
         offer = f"; {source.type_name} is published on {', '.join(same[:4])}" if same else ""
@@ -51,8 +51,8 @@ def describe_publishers(node, source: Input) -> str:
     return f"{len(infos)} publisher{'s' * (len(infos) > 1)} ({'; '.join(parts)})"
 
 
-def describe_input(node, source: Input, state: InputState) -> str:
-    line = f"{source.topic} [{source.type_name}]: {describe_publishers(node, source)}; received {state.count}"
+def describe_input(node, inputs: list[Input], source: Input, state: InputState) -> str:
+    line = f"{source.topic} [{source.type_name}]: {describe_publishers(node, inputs, source)}; received {state.count}"
     if state.count:
         line += f" ({state.rate_hz:.1f} Hz), newest {state.age_s:.1f} s ago with stamp {state.last_stamp_ns / 1e9:.3f}"
     if state.bad:
@@ -78,7 +78,7 @@ def explain(node, inputs: list[Input], intake: Intake, silent_s: float) -> str:
     """The whole story in a few lines."""
     counts, states = intake.ledger.counts(), {state.kind: state for state in intake.states()}
     lines = [f"no usable frame for {silent_s:.0f} s: {counts.frames_in} images in, {counts.used} used, {counts.pending} waiting, dropped: {listed(counts.dropped)}"]
-    lines += ["  " + describe_input(node, source, states[STATE_OF.get(source.kind, source.kind)]) for source in inputs]
+    lines += ["  " + describe_input(node, inputs, source, states[STATE_OF.get(source.kind, source.kind)]) for source in inputs]
     if intake.pending:
         lines.append(f"  {intake.pending} images wait for: {intake.waiting_for}")
     if intake.last_problem:

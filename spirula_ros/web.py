@@ -154,7 +154,7 @@ class Viewer:
         if client is None or client.client_id in self._pictures:
             return
         self._pictures.add(client.client_id)
-        self._ask("", "render", *camera_of(client.camera, PICTURE_PX), then=lambda rgb: self._picture(client, rgb))
+        self._ask("", "render", *camera_of(client.camera, PICTURE_PX), then=lambda images: self._picture(client, images[0]))
 
     def _picture(self, client, rgb) -> None:
         if client.client_id in self._pictures:   # it has not moved meanwhile

@@ -22,7 +22,7 @@ class FakeMapper:
 
     def __init__(self, config):
         self.config, self.ledger, self.latest = config, FrameLedger(), Latest()
-        self.path = Latest()
+        self.path, self.splats = Latest(), Latest()
         self.wants, self.frames, self.commands = None, [], []
         self.state, self.error, self.busy_s = "waiting", "", 0.0
         self.started = self.stopped = False
@@ -32,6 +32,9 @@ class FakeMapper:
 
     def stop(self):
         self.stopped, self.state = True, "error" if self.state == "error" else "stopped"
+
+    def close(self):
+        self.stop()
 
     def submit(self, frame):
         self.frames.append(frame)

@@ -34,7 +34,8 @@ from spirula_gpu.checkpoint import Resumed
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.report import CameraPath
 from spirula_ros.msg import MapStatus, VramReport
-from spirula_ros.node import TrainNode, check_path
+from spirula_ros.node import TrainNode
+from spirula_ros.session import check_path
 from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
 from spirula_ros.srv import SaveMap
 
@@ -52,7 +53,8 @@ class Rig:
         self.namespace = f"/rig{Rig.count}"
         overrides = [Parameter(name, value=value) for name, value in {"publish.status_hz": 50.0, "publish.vram_hz": 50.0, **parameters}.items()]
         self.node = TrainNode(make_mapper, namespace=self.namespace, parameter_overrides=overrides)
-        self.mapper = self.node.mapper
+        self.session = self.node.session
+        self.mapper = self.session.mapper
         self.robot = rclpy.create_node("robot", namespace=self.namespace)
         self.executor = SingleThreadedExecutor()
         self.executor.add_node(self.node)
@@ -132,7 +134,7 @@ def test_the_viewer_in_the_node(tmp_path):
     """A change in a browser is one of the node's parameters; what the node asks of the mapper includes what browsers want."""
     conftest.importorskip("viser", "run `make test`, which installs it")
     rig = Rig(Mapper, **{"web.enabled": True, "web.port": 0, "engine.backend": "cpu", "engine.threads": 1})
-    web = rig.node.web
+    web = rig.session.web
     try:
         web._act("configure", {"train.steps_per_frame": 7})
         rig.until(lambda: rig.node.get_parameter("train.steps_per_frame").value == 7 and rig.mapper.config.train.steps_per_frame == 7)
@@ -144,7 +146,7 @@ def test_the_viewer_in_the_node(tmp_path):
         rig.until(lambda: rig.mapper.config.train.steps_per_frame == 9)
         assert rig.mapper.config.train.lr_mean == rig.node.get_parameter("train.lr_mean").value == 1e-3 and rig.mapper.config.prune.growth == 0.1
         web._act("configure", {"train.steps_per_frame": -7})
-        rig.until(lambda: "steps_per_frame" in rig.node.internal_error)   # shown in the panel
+        rig.until(lambda: "steps_per_frame" in rig.session.internal_error)   # shown in the panel
         web._server.get_clients = lambda: {0: None}
         rig.until(lambda: rig.mapper.wants.splats == 1_000_000)
         rig.node.set_parameters([Parameter("web.max_splats", value=1000)])
@@ -185,7 +187,7 @@ def test_poses_from_odometry(rig):
     rig.send_frame("no pose")
     rig.until(lambda: rig.mapper.frames)
     assert rig.mapper.frames[0].T_world_cam[2, 3] == 7 and rig.mapper.frames[0].depth_m is None
-    assert rig.node.intake.map_frame == "odom"
+    assert rig.session.intake.map_frame == "odom"
 
 
 @pytest.mark.parametrize("rig", [{"intake.depth_source": "points", "intake.mask": "require", "topics.points": "lidar", "intake.T_camera_lidar": [0.0, 0.0, 1.0, 0.5, -0.5, 0.5, 0.5]}],
@@ -210,8 +212,8 @@ def test_points_by_tf_and_what_the_node_says_when_they_are_missing(rig):
     lidar, static = rig.robot.create_publisher(PointCloud2, "points", BEST_EFFORT), rig.robot.create_publisher(messages_tf.TFMessage, "/tf_static", LATCHED)
     rig.until(lambda: all(p.get_subscription_count() for p in (lidar, static, rig.image, rig.info, rig.pose)))
     rig.send_frame()
-    rig.until(lambda: "waiting" in rig.node._hint or "wait for" in rig.node._hint)
-    assert "points" in rig.node._hint and "PointCloud2" in rig.node._hint
+    rig.until(lambda: "waiting" in rig.session.hint or "wait for" in rig.session.hint)
+    assert "points" in rig.session.hint and "PointCloud2" in rig.session.hint
     place = TransformStamped(header=header(1, "camera"), child_frame_id="lidar")
     place.transform.translation.z, place.transform.rotation.w = 0.5, 1.0
     static.publish(messages_tf.TFMessage(transforms=[place]))
@@ -231,8 +233,8 @@ def test_a_corrected_path_reaches_the_mapper_as_camera_poses(rig):
     name, stamps, T = rig.until(lambda: next((c for c in rig.mapper.commands if c[0] == "correct"), None))
     assert stamps.tolist() == [100_000_000, 200_000_000] and T.shape == (2, 4, 4) and (T[:, 1, 3] == 0.5).all()
     latched.publish(PathMsg(header=header(200_000_000, "elsewhere"), poses=[PoseStamped(pose=pose.pose) for pose in poses]))
-    rig.until(lambda: "path is in frame 'elsewhere', the map in 'map'" in rig.node.intake.last_problem)
-    assert rig.node.internal_errors == 0 and sum(c[0] == "correct" for c in rig.mapper.commands) == 1
+    rig.until(lambda: "path is in frame 'elsewhere', the map in 'map'" in rig.session.intake.last_problem)
+    assert rig.session.internal_errors == 0 and sum(c[0] == "correct" for c in rig.mapper.commands) == 1
 
 
 @pytest.mark.parametrize("rig", [{"intake.pose_source": "tf", "intake.depth": "use_if_there", "qos.sensors": "reliable", "topics.image_transport": "compressed"}], indirect=True)
@@ -286,7 +288,7 @@ def test_the_refined_path_is_published_to_who_listens(rig):
     rig.until(lambda: heard)
     first, second = heard[-1].poses
     assert (first.header.stamp.sec, first.header.stamp.nanosec, second.header.stamp.nanosec) == (1, 500_000_000, 1)
-    assert heard[-1].header.frame_id == first.header.frame_id == rig.node.intake.map_frame != ""
+    assert heard[-1].header.frame_id == first.header.frame_id == rig.session.intake.map_frame != ""
     assert (second.pose.position.x, second.pose.position.y, second.pose.position.z) == (1, 2, 3)
     assert (second.pose.orientation.z, second.pose.orientation.w) == pytest.approx((0.5**0.5, 0.5**0.5))
     rig.spin(0.3)
@@ -419,7 +421,7 @@ def test_closing_during_finish_ends_the_training(phase, monkeypatch):
         time.sleep(0.02)
     assert not finishing() and rig.mapper._trainer.steps == steps, "the background thread trains after the end"
     with pytest.raises(RuntimeError, match="ending"):
-        rig.node._command("refine", 0.1)
+        rig.session.command("refine", 0.1)
 
 
 @pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "watch.repeat_s": 0.3}], indirect=True)
@@ -487,20 +489,20 @@ def test_what_limits_the_map_is_logged_once_when_it_lasts(capfd):
         rig.until(lambda: all(p.get_subscription_count() for p in (rig.image, rig.info, rig.pose)))
         rgb = np.random.default_rng(0).integers(0, 256, (48, 64, 3)).astype(np.uint8)
         deadline = time.monotonic() + 20
-        while not rig.node._limits_told and time.monotonic() < deadline:
+        while not rig.session.limits_told and time.monotonic() < deadline:
             rig.send_frame(rgb=rgb, moves=0.0)
             rig.spin(0.1)
         for _ in range(8):
             rig.send_frame(rgb=rgb, moves=0.0)
             rig.spin(0.1)
-        assert "move the camera sideways" in rig.node.mapper.status().hint
+        assert "move the camera sideways" in rig.mapper.status().hint
     finally:
         rig.close()
     assert capfd.readouterr().err.count("move the camera sideways") == 1
 
 
 def test_another_node_of_the_same_name_is_noticed(rig, monkeypatch):
-    monkeypatch.setattr("spirula_ros.node.TWINS_S", 0.1)
+    monkeypatch.setattr("spirula_ros.session.TWINS_S", 0.1)
     status = rig.hear(MapStatus, "status", LATCHED)
     rig.spin(0.3)
     assert not status or "nodes are called" not in status[-1].hint
@@ -559,14 +561,14 @@ def test_exceptions_in_event_callbacks_services_and_parameters_do_not_end_the_no
     subscription = next(s for s in rig.node.subscriptions if s.topic_name.endswith("/depth"))
     for handler in subscription.event_handlers:  # two are the node's, and None has no total_count
         handler.callback(None)
-    assert rig.node.internal_errors == 2
+    assert rig.session.internal_errors == 2
     client = AsyncParameterClient(rig.robot, "spirula")
     rig.until(client.services_are_ready)
     future = client.set_parameters([Parameter("train.lr_mean", value=0.001)])
     rig.until(future.done)
     assert not future.result().results[0].successful and "eighteen" in future.result().results[0].reason
-    rig.node.intake.flush = broken
-    rig.node.ros = replace(rig.node.ros, output=replace(rig.node.ros.output, report_dir="report"))
+    rig.session.intake.flush = broken
+    rig.session.ros = replace(rig.session.ros, output=replace(rig.session.ros.output, report_dir="report"))
     assert "eighteen" in rig.call(Trigger, "finish", Trigger.Request()).message
 
 
@@ -603,8 +605,8 @@ def test_live_parameters_reach_the_mapper_and_the_others_are_refused(rig):
         return future.result().results[0]
     assert set_parameter("train.lr_mean", 0.001).successful
     rig.until(lambda: rig.mapper.config.train.lr_mean == 0.001)
-    assert rig.mapper.config.engine == rig.node.config.engine
-    assert set_parameter("publish.status_hz", 5.0).successful and rig.node.ros.publish.status_hz == 5.0
+    assert rig.mapper.config.engine == rig.session.config.engine
+    assert set_parameter("publish.status_hz", 5.0).successful and rig.session.ros.publish.status_hz == 5.0
     assert "out of range" in set_parameter("train.lr_mean", 7.0).reason
     assert "read-only" in set_parameter("engine.threads", 3).reason
     assert rig.mapper.config.train.lr_mean == 0.001

@@ -313,7 +313,8 @@ def test_what_another_thread_posts_waits_for_the_tick():
     future = mapper.post("render", np.eye(4), Camera(40, 30, 36.0, 36.0, 20.0, 15.0))
     assert not future.done()
     mapper.tick()
-    picture = future.result(timeout=0)
+    picture, depth_m, _ = future.result(timeout=0)
+    assert depth_m.shape == (30, 40)
     assert picture.shape == (30, 40, 3) and picture.dtype == np.uint8 and picture.std() > 10
     mapper.stop()
     assert "stopped" in str(mapper.post("pause", True).exception(timeout=0))
