@@ -53,12 +53,13 @@ class Refining(NamedTuple):
     """A refinement that somebody asked for."""
     begin: float   # time.monotonic()
     end: float
-    last_step: float   # Trainer.steps; infinite: no such limit
+    first_step: int    # Trainer.steps
+    steps: float       # infinite: no such limit
     part: Part
     future: Future
 
     def over(self, now: float, steps: int) -> bool:
-        return now >= self.end or steps >= self.last_step or self.future.cancelled()
+        return now >= self.end or steps >= self.first_step + self.steps or self.future.cancelled()
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,8 @@ class Mapper:
             self._trainer.refined = between(last.part, (now - last.begin) / (last.end - last.begin))
         for refining in [r for r in self._refining if r.over(now, self._trainer.steps)]:
             self._refining.remove(refining)
-            settle(refining.future, None)
+            self._tell_status()
+            settle(refining.future, self._trainer.steps - refining.first_step)
         return ran
 
     def _run_command(self, name: str, args: tuple, future: Future) -> None:
@@ -287,12 +289,11 @@ class Mapper:
             settle(future, e)
 
     def _begin_refining(self, future: Future, seconds: float, part: Part = WHOLE, steps: int = 0) -> None:
-        """The future is answered after so many seconds or, if not 0, steps."""
+        """The future is answered after so many seconds or, if not 0, steps: with the number of steps made."""
         if self._thread is None:
-            self.train(seconds=seconds, steps=steps or None, part=part)
-            return settle(future, None)
+            return settle(future, self.train(seconds=seconds, steps=steps or None, part=part))
         now = time.monotonic()
-        self._refining.append(Refining(now, now + max(seconds, 1e-3), self._trainer.steps + steps if steps else math.inf, part, future))
+        self._refining.append(Refining(now, now + max(seconds, 1e-3), self._trainer.steps, steps or math.inf, part, future))
         self._refining.sort(key=lambda r: r.end)
 
     def _take_frame(self) -> bool:

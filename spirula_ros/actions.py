@@ -81,7 +81,7 @@ class Actions:
     # ---- the work, on a thread of its own ----
 
     def _refine(self, goal, result: Refine.Result) -> str:
-        want, tell, first = goal.request, self._tell(goal), self._mapper.status().steps
+        want, tell = goal.request, self._tell(goal)
         if not (want.steps or want.seconds > 0):
             raise ValueError(f"steps = {want.steps}, seconds = {want.seconds:g}: one must be more than 0")
         if not self._mapper.status().keyframes:
@@ -92,8 +92,8 @@ class Actions:
             tell(Refine.Feedback(share=share, steps=made, steps_per_s=float(status.steps_per_s), loss=float(status.loss)))
             if goal.is_cancel_requested:
                 raise Cancelled(f"{made} steps were made")
-        refine(self._mapper, self._session.command, want.seconds, want.steps, told)
-        result.steps, held_out = self._mapper.status().steps - first, self._session.command("evaluate").result()
+        result.steps = refine(self._mapper, self._session.command, want.seconds, want.steps, told)
+        held_out = self._session.command("evaluate").result()
         result.heldout_psnr = mean_psnr(held_out)
         return f"{result.steps} steps" + (f", {result.heldout_psnr:.2f} dB over {len(held_out)} held-out frames" if held_out else "")
 

@@ -53,15 +53,15 @@ def refine(mapper: Mapper, command: Callable[..., Future], seconds: float, steps
     every SLICE_S, and may raise, which ends it. Returns the steps made. Raises RuntimeError as `waitable` does."""
     if not (seconds or steps):
         return 0
-    begin, first, limit_s, limit_steps = time.monotonic(), mapper.status().steps, seconds or math.inf, steps or math.inf
-    while mapper.status().keyframes:
-        spent, made = time.monotonic() - begin, waitable(mapper).steps - first
+    begin, limit_s, limit_steps, made = time.monotonic(), seconds or math.inf, steps or math.inf, 0
+    while waitable(mapper).keyframes:
+        spent = time.monotonic() - begin
         share = max(spent / limit_s, made / limit_steps)   # of the whole, over which the rates fall
         told(min(share, 1.0), made)
         if share >= 1:
             break
-        command("refine", min(limit_s - spent, SLICE_S), (share, share), steps and steps - made).result()
-    return mapper.status().steps - first
+        made += command("refine", min(limit_s - spent, SLICE_S), (share, share), steps and steps - made).result()
+    return made
 
 
 def waitable(mapper: Mapper) -> Status:

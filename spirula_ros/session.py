@@ -99,7 +99,7 @@ class Session:
 
     def deactivate(self) -> None:
         """Hears nothing more and trains no more; the map stays, and so do outputs and services."""
-        self.intake.flush()
+        self.safely("the images that wait", self.intake.flush)()   # whatever happens, the map must be saved afterwards
         for subscription in self._subscriptions:
             self.node.destroy_subscription(subscription)
         self.active, self.inputs, self.hint = False, [], ""

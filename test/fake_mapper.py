@@ -61,7 +61,7 @@ class FakeMapper:
                     file.write("ply\n")
             if name == "configure":
                 self.config = replaced(self.config, args[0])
-            future.set_result({"evaluate": [], "save_map": WRITTEN, "correct": Corrected(3, 2, 500)}.get(name))
+            future.set_result({"evaluate": [], "save_map": WRITTEN, "correct": Corrected(3, 2, 500), "refine": 10}.get(name))
         except OSError as e:
             future.set_exception(e)
 

@@ -1,0 +1,146 @@
+"""The transitions of the node, with real services, and with the real engine where memory is freed."""
+import os
+
+import conftest
+import pytest
+
+rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
+conftest.importorskip("spirula_ros.msg", "build the messages: make develop")
+from lifecycle_msgs.msg import State, Transition
+from lifecycle_msgs.srv import ChangeState, GetState
+from rclpy.parameter import Parameter
+
+from fake_mapper import FakeMapper
+from node_rig import LATCHED, Rig
+from spirula_gpu.mapper import Mapper
+from spirula_gpu.native import NativeError
+from spirula_ros.msg import MapStatus
+
+SMALL = {"engine.backend": "cpu", "engine.threads": 1, "gate.min_translation_m": 0.0, "gate.min_rotation_deg": 0.0, "gate.min_sharpness": 0.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ros(ros_domain):
+    Rig.domain = ros_domain
+    rclpy.init(domain_id=ros_domain)
+    yield
+    rclpy.try_shutdown()
+
+
+@pytest.fixture
+def make_rig():
+    rigs = []
+
+    def make(*args, **parameters):
+        rigs.append(Rig(*args, **parameters))
+        return rigs[-1]
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def change(rig, transition: int) -> bool:
+    return rig.call(ChangeState, "change_state", ChangeState.Request(transition=Transition(id=transition)), 20).success
+
+
+def state(rig) -> int:
+    return rig.call(GetState, "get_state", GetState.Request()).current_state.id
+
+
+def heard(rig) -> list[str]:
+    return sorted(s.topic_name for s in rig.node.subscriptions if s.topic_name.rsplit("/", 1)[1] in ("image", "depth", "camera_info", "pose"))
+
+
+def test_autostart_is_active_at_once(make_rig):
+    rig = make_rig()
+    assert state(rig) == State.PRIMARY_STATE_ACTIVE and len(heard(rig)) == 4 and rig.mapper.started
+
+
+def test_the_whole_walk_keeps_the_map_from_deactivate_to_cleanup(make_rig, tmp_path):
+    rig = make_rig(Mapper, **SMALL, **{"lifecycle.autostart": False, "output.map_path": str(tmp_path / "map.ply")})
+    assert state(rig) == State.PRIMARY_STATE_UNCONFIGURED and rig.node.session is None and not heard(rig)
+    assert change(rig, Transition.TRANSITION_CONFIGURE) and state(rig) == State.PRIMARY_STATE_INACTIVE
+    assert not heard(rig), "an inactive node listens to nothing"
+    assert change(rig, Transition.TRANSITION_ACTIVATE) and len(heard(rig)) == 4
+    rig.connected()
+    mapper = rig.node.session.mapper
+    rig.send_frame()
+    rig.until(lambda: mapper.status().keyframes == 1)
+
+    assert change(rig, Transition.TRANSITION_DEACTIVATE) and state(rig) == State.PRIMARY_STATE_INACTIVE and not heard(rig)
+    rig.until(lambda: mapper.status().state == "paused")
+    gaussians, steps, status = mapper.status().gaussians, mapper.status().steps, rig.hear(MapStatus, "status", LATCHED)
+    rig.until(lambda: len(status) > 3)   # outputs go on
+    assert status[-1].state == "paused" and mapper.status().steps == steps and gaussians > 0
+    assert change(rig, Transition.TRANSITION_ACTIVATE)
+    rig.connected()
+    rig.send_frame()
+    rig.until(lambda: mapper.status().keyframes == 2)
+    assert mapper.status().state == "running" and mapper.status().gaussians >= gaussians
+
+    assert change(rig, Transition.TRANSITION_DEACTIVATE) and change(rig, Transition.TRANSITION_CLEANUP)
+    assert state(rig) == State.PRIMARY_STATE_UNCONFIGURED and rig.node.session is None
+    assert os.path.getsize(tmp_path / "map.ply") > 1000
+    assert not [p.topic_name for p in rig.node.publishers if "/spirula/" in p.topic_name and "transition_event" not in p.topic_name]
+    with pytest.raises(NativeError):   # the engine is closed: its memory is free
+        mapper._engine.vram()
+    assert change(rig, Transition.TRANSITION_CONFIGURE) and change(rig, Transition.TRANSITION_ACTIVATE), "and it begins again"
+    assert rig.node.session.mapper.status().gaussians == 0 and len(heard(rig)) == 4
+
+
+def test_one_who_paused_finds_it_paused_after_activation(make_rig):
+    rig = make_rig(Mapper, **SMALL)
+    rig.mapper.command("pause", True).result(5)
+    assert change(rig, Transition.TRANSITION_DEACTIVATE) and change(rig, Transition.TRANSITION_ACTIVATE)
+    assert rig.mapper.status().state == "paused"
+
+
+def test_start_only_parameters_may_be_set_until_it_is_configured(make_rig):
+    rig = make_rig(**{"lifecycle.autostart": False})
+    assert not rig.node.describe_parameter("engine.sh_degree").read_only
+    assert rig.node.set_parameters([Parameter("engine.sh_degree", value=1)])[0].successful
+    assert "must be" in rig.node.set_parameters([Parameter("intake.pose_source", value="gps")])[0].reason
+    assert change(rig, Transition.TRANSITION_CONFIGURE) and rig.node.session.config.engine.sh_degree == 1
+    refused = rig.node.set_parameters([Parameter("engine.sh_degree", value=2)])[0]
+    assert not refused.successful and "engine.sh_degree is read when the node is configured" in refused.reason and "cleanup" in refused.reason
+    assert rig.node.set_parameters([Parameter("publish.render_hz", value=3.0)])[0].successful
+    assert rig.node.session.ros.publish.render_hz == 3.0
+
+
+def test_with_autostart_they_are_read_only(make_rig):
+    rig = make_rig()
+    assert rig.node.describe_parameter("engine.sh_degree").read_only and not rig.node.describe_parameter("publish.render_hz").read_only
+
+
+def test_a_transition_that_fails_leaves_the_state_before_and_can_be_tried_again(make_rig, tmp_path):
+    rig = make_rig(**{"lifecycle.autostart": False, "output.map_path": str(tmp_path / "not" / "there.ply")})
+    assert not change(rig, Transition.TRANSITION_CONFIGURE) and state(rig) == State.PRIMARY_STATE_UNCONFIGURED
+    assert "output.map_path" in str(rig.node._why)
+    (tmp_path / "not").mkdir()
+    assert change(rig, Transition.TRANSITION_CONFIGURE)
+    assert rig.node.set_parameters([Parameter("qos.sensor_queue", value=5)])[0].successful is False
+
+
+def test_what_was_begun_is_undone_when_configuring_fails(monkeypatch, make_rig):
+    def broken(*_):
+        raise ValueError("no viewer")
+    monkeypatch.setattr("spirula_ros.session.Session._open_viewer", broken)
+    rig = make_rig(**{"lifecycle.autostart": False, "web.enabled": True})
+    publishers = len(list(rig.node.publishers))
+    assert not change(rig, Transition.TRANSITION_CONFIGURE)
+    assert len(list(rig.node.publishers)) == publishers and rig.node.session is None
+    monkeypatch.undo()
+    assert "no viewer" in str(rig.node._why)
+
+
+def test_shutdown_ends_the_process_and_saves(make_rig):
+    rig = make_rig(**{"output.map_path": "map.ply"})
+    rig.connected().send_frame()
+    rig.until(lambda: rig.mapper.frames)
+    assert change(rig, Transition.TRANSITION_ACTIVE_SHUTDOWN)
+    assert rig.node.ended and os.path.exists("map.ply") and rig.mapper.stopped
+
+
+def test_a_bad_start_raises_from_the_constructor():
+    with pytest.raises(ValueError, match="output.map_path"):
+        Rig(FakeMapper, **{"output.map_path": "not/there/map.ply"})
