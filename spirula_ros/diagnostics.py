@@ -1,5 +1,5 @@
-"""/diagnostics: one status for each topic, the frames, the trainer, the memory and the map. `reports` is a pure function of the session's state;
-`Diagnostics` sends them, through diagnostic_updater where it is installed."""
+"""/diagnostics: one status for each topic, the frames, the trainer, the memory and the map. `reports` is a pure function of the session's state.
+The array is published as diagnostic_updater does; that itself is not used: its Python edition has sent only the last of several statuses in some releases."""
 from __future__ import annotations
 
 from collections import Counter
@@ -10,11 +10,6 @@ from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 
 from .publish import header
 from .watch import STATE_OF, describe_publishers
-
-try:
-    from diagnostic_updater import Updater
-except ImportError:  # pure Python, on most ROS installations; the PyPI wheels have none
-    Updater = None
 
 OK, WARN, ERROR = DiagnosticStatus.OK, DiagnosticStatus.WARN, DiagnosticStatus.ERROR
 CHOSEN = ("not_keyframe", "blurred", "paused", "reset", "shutdown")  # dropped because somebody wanted it so
@@ -33,13 +28,8 @@ class Diagnostics:
 
     def __init__(self, session, stack: ExitStack):
         self._session, self._node, self._due, self._seen = session, session.node, 0.0, Counter()
-        self._updater = self._publisher = None
-        if Updater:
-            self._updater = Updater(self._node, 1e9)   # its own timer never fires: publish() says when
-            self._updater.setHardwareID("spirula")
-        else:
-            self._publisher = self._node.create_publisher(DiagnosticArray, "/diagnostics", 10)
-            stack.callback(self._node.destroy_publisher, self._publisher)
+        self._publisher = self._node.create_publisher(DiagnosticArray, "/diagnostics", 10)
+        stack.callback(self._node.destroy_publisher, self._publisher)
 
     def publish(self, now: float) -> None:
         """now: time.monotonic()."""
@@ -48,23 +38,10 @@ class Diagnostics:
         self._due = now + 1 / self._session.ros.publish.diagnostics_hz
         found = [*reports(self._session, self._seen)]
         self._seen = all_bad(self._session)
-        if self._updater:
-            self._updater.tasks[:] = []
-            for report in found:
-                self._updater.add(report.name, lambda stat, r=report: filled(stat, r))
-            return self._updater.force_update()
         name = self._node.get_fully_qualified_name().lstrip("/")
         self._publisher.publish(DiagnosticArray(header=header(self._node.get_clock().now().nanoseconds, ""), status=[
             DiagnosticStatus(name=f"{name}: {r.name}", level=r.level, message=r.message, hardware_id="spirula",
                              values=[KeyValue(key=k, value=text(v)) for k, v in r.values.items()]) for r in found]))
-
-
-def filled(stat, report: Report):
-    """A DiagnosticStatusWrapper."""
-    stat.summary(report.level, report.message)
-    for key, value in report.values.items():
-        stat.add(key, text(value))
-    return stat
 
 
 def text(value: object) -> str:

@@ -1,5 +1,6 @@
 """package.xml, setup.py and requirements-dev.txt say what the code really uses; the messages work."""
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ PIP = {"cv2": "opencv-python", "open3d": "open3d-cpu", "yaml": "pyyaml",  # wher
        "lz4": "rosbags", "backports": "rosbags", "compression": "rosbags"}  # what rosbags itself requires
 WITHOUT_WHEEL = {"cv_bridge", "tf2_msgs", "tf2_ros", "launch", "launch_ros"}  # no pip requirement can name them
 WEB = {"viser", "rich", "trimesh", "websockets", "msgspec"}  # the extra `web`, optional and without a rosdep key: viser and what it requires
-NOT_IMPORTED = {"rosidl_default_runtime", "libgomp1"}  # needed at run time by the messages and the native library
+NOT_IMPORTED = {"rosidl_default_runtime", "action_msgs", "libgomp1"}  # needed at run time by the messages and the native library
 
 
 def imported(*folders: str) -> set[str]:
@@ -107,8 +108,9 @@ def test_schema_order_and_licence():
 # ---- messages ----
 
 def every_message():
-    from spirula_ros import msg, srv
-    return [getattr(msg, file.stem) for file in sorted((CHECKOUT / "msg").glob("*.msg"))] + [srv.SaveMap.Request, srv.SaveMap.Response]
+    from spirula_ros import action, msg, srv
+    each = lambda package, parts: [getattr(kind, part) for file in sorted((CHECKOUT / package.__name__.split(".")[1]).iterdir()) for kind in [getattr(package, file.stem)] for part in parts]
+    return [getattr(msg, file.stem) for file in sorted((CHECKOUT / "msg").glob("*.msg"))] + each(srv, ("Request", "Response")) + each(action, ("Goal", "Result", "Feedback"))
 
 
 @pytest.mark.parametrize("kind", every_message(), ids=lambda kind: kind.__name__)
@@ -128,6 +130,9 @@ def filled(kind):
         if text == "std_msgs/Header":
             value = Header(frame_id="map")
             value.stamp.sec = 7
+        elif text.startswith(("geometry_msgs/", "sensor_msgs/")):   # all that we use have a header
+            package, kind_name = text.split("/")
+            value = getattr(importlib.import_module(f"{package}.msg"), kind_name)(header=Header(frame_id="map"))
         elif text.startswith("sequence<spirula_ros/"):
             value = [filled(getattr(msg, text[len("sequence<spirula_ros/"):-1]))] * 3
         else:
