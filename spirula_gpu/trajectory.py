@@ -5,9 +5,9 @@ import os
 from typing import Iterable, Sequence
 
 import numpy as np
-from scipy.spatial.transform import Rotation
 
 from .camera import Camera
+from .correct import quats_of
 from .ply import write_atomically
 from .splats import FormatError
 
@@ -33,7 +33,7 @@ def write_poses(path: str | os.PathLike, posed: Iterable[Posed], names: Sequence
 def _write_tum(path: str, posed: list[Posed]) -> None:
     lines = ["# stamp tx ty tz qx qy qz qw: T_world_cam, metres; camera axes x right, y down, z forward"]
     for stamp_ns, _, T in posed:
-        q = Rotation.from_matrix(T[:3, :3]).as_quat()
+        q = np.roll(quats_of(T[None, :3, :3])[0], -1)
         lines.append(f"{stamp_ns // 10**9}.{stamp_ns % 10**9:09d} " + _numbers([*T[:3, 3], *q]))
     write_atomically(path, ("\n".join(lines) + "\n").encode())
 
@@ -46,7 +46,7 @@ def _write_colmap(folder: str, posed: list[Posed], names: Sequence[str]) -> None
     images = ["# IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME, then a line of observations (none)"]
     for n, ((_, camera, T), name) in enumerate(zip(posed, names, strict=True), 1):
         T_cam_world = np.linalg.inv(T)
-        q = np.roll(Rotation.from_matrix(T_cam_world[:3, :3]).as_quat(), 1)
+        q = quats_of(T_cam_world[None, :3, :3])[0]
         images += [f"{n} {_numbers([*q, *T_cam_world[:3, 3]])} {ids.setdefault(camera, len(ids) + 1)} {name}", ""]
     cameras = ["# CAMERA_ID MODEL WIDTH HEIGHT fx fy cx cy", *(f"{id} PINHOLE {c.width} {c.height} {_numbers([c.fx, c.fy, c.cx, c.cy])}" for c, id in ids.items())]
     for name, lines in (("cameras", cameras), ("images", images), ("points3D", ["# no points"])):
