@@ -2,6 +2,7 @@
 `of(image)`; the answer is the thing, or `NotYet` (it may still come), or BadMessage (it will not; the image is lost)."""
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +10,10 @@ import numpy as np
 
 from spirula_gpu.points import project
 
-from .convert import BadMessage, Rectifier, check_near, depth_to_m, info_key, mask_from_msg, path_from_msg, pose_from_msg, rectifier_from_info
+from .convert import check_near, mask_from_msg, path_from_msg, pose_from_msg, stamp_ns
+from .depth_codec import depth_to_m
+from .errors import BadMessage
+from .lens import Rectifier, info_key, rectifier_from_info
 from .pointcloud import points_from_msg
 from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, inverse, matrix_from_pose
 
@@ -28,37 +32,54 @@ class WaitingImage(NamedTuple):
     arrival_s: float
 
 
+class LensChange(NamedTuple):
+    stamp_ns: int
+    key: tuple
+    lens: Rectifier | BadMessage   # what a CameraInfo that cannot be used says, for the images it is of
+
+
 class Lens:
-    """The newest CameraInfo. Rectification maps are made again only when it changed."""
+    """CameraInfo: each image is of the one that was valid at its stamp, which is the newest change at or before it, else the first. Rectification maps are made
+    again only when it changed. Stamps of 0 (a driver that sets none) make it the newest one that came."""
 
     def __init__(self, config: IntakeConfig):
         self._config = config
-        self._key: tuple | None = None
-        self._lens: Rectifier | BadMessage | None = None
+        self._changes: list[LensChange] = []   # by stamp
 
     def message(self, msg: Any) -> None:
         """Raises BadMessage."""
-        if (key := info_key(msg)) != self._key:
-            self._key = self._lens = None  # the last lens is not that of this camera, whatever comes now
+        stamp, key = stamp_ns(msg.header), info_key(msg)
+        n = bisect_right(self._changes, stamp, key=lambda change: change.stamp_ns)
+        valid = self._changes[max(n - 1, 0)] if self._changes else None
+        if valid is None or key != valid.key:
             try:
-                self._lens = rectifier_from_info(msg)
+                lens = rectifier_from_info(msg, self._config.rectified == "rectified", self._config.max_fov_deg)
             except BadMessage as error:
-                self._lens = error
-            self._key = key
-        if isinstance(self._lens, BadMessage):
-            raise self._lens
+                lens = error
+            valid = LensChange(stamp, key, lens)
+            self._changes.insert(n, valid)
+        elif stamp < valid.stamp_ns:            # the first change, and it was earlier than we knew
+            self._changes[0] = valid._replace(stamp_ns=stamp)
+        if isinstance(valid.lens, BadMessage):
+            raise valid.lens
+
+    def forget_future(self, stamp_ns: int) -> None:
+        self._changes = [change for change in self._changes if change.stamp_ns <= stamp_ns + JUMP_NS] or self._changes[-1:]
 
     def of(self, image: WaitingImage) -> Rectifier:
-        if self._lens is None:
+        if not self._changes:
             raise NotYet("no_camera_info", f"no CameraInfo within intake.wait_s = {self._config.wait_s} s of an image; is its topic the right one, "
                                            "and does the driver publish it?")
-        if isinstance(self._lens, BadMessage):
-            raise self._lens
-        (height, width), raw = image.rgb.shape[:2], self._lens.raw
+        n = bisect_right(self._changes, image.stamp_ns, key=lambda change: change.stamp_ns)
+        del self._changes[:max(n - 1, 0)]       # images come by stamp: no later one is of an older lens
+        lens = self._changes[0].lens
+        if isinstance(lens, BadMessage):
+            raise lens
+        (height, width), raw = image.rgb.shape[:2], lens.raw
         if (width, height) != (raw.width, raw.height):
-            raise BadMessage("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height}; take the camera_info of this very "
-                                                   "topic (after resizing: that of the resize node)")
-        return self._lens
+            raise NotYet("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height}; take the camera_info of this very "
+                                               "topic (after resizing: that of the resize node)")
+        return lens
 
 
 class Paired:

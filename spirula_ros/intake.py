@@ -39,10 +39,12 @@ class IntakeConfig:
                                              "x y z qx qy qz qw of the camera's optical frame in the frame whose pose is given")
     T_camera_lidar: tuple[float, ...] = param((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), "m",
                                               "x y z qx qy qz qw of the lidar in the camera's optical frame; as it is here: /tf and /tf_static say it")
+    rectified: str = param("auto", "", "auto | raw | rectified: whether the images are rectified, so that P of the CameraInfo counts and D does not; auto: the last name of topics.image has rect in it")
+    max_fov_deg: float = param(130.0, "deg", "a fisheye becomes a pinhole camera of at most this field of view across each axis; the wider, the fewer pixels for the middle", 10, 170)
 
     def __post_init__(self):
         for name, words in (("pose_source", ("pose", "odom", "tf")), ("depth", ("require", "use_if_there", "ignore")), ("depth_source", ("image", "points")),
-                            ("mask", ("off", "use_if_there", "require"))):
+                            ("mask", ("off", "use_if_there", "require")), ("rectified", ("auto", "raw", "rectified"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"intake.{name} = '{getattr(self, name)}': must be {' | '.join(words)}")
         for name in ("T_body_camera", "T_camera_lidar"):
@@ -157,7 +159,7 @@ class Intake:
         self._advance()
 
     def on_info(self, msg: Any, arrival_s: float | None = None) -> None:
-        """sensor_msgs/CameraInfo of the image; the newest one counts."""
+        """sensor_msgs/CameraInfo of the image; the one of its time counts."""
         self._arrived("info", stamp_ns(msg.header), arrival_s)
         self._take("info", self._lens.message, msg)
         self._advance()
@@ -211,6 +213,7 @@ class Intake:
             self._drop(error)
         self._depths.forget_future(at_ns)
         self._masks.forget_future(at_ns)
+        self._lens.forget_future(at_ns)
         self._poses.forget_future(at_ns)
         self._path = None
         self._last_image_ns, self.last_problem = 0, str(error)
@@ -323,7 +326,7 @@ class Intake:
         depth_m, mask = (None if found is None else stream.read(found, image, lens, T_world_cam) for stream, found in ((self._depths, depth), (self._masks, mask)))
         held_out = self._holdout_every > 0 and self._n_complete % self._holdout_every == self._holdout_every // 2
         self._n_complete += 1
-        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), depth_m, held_out, image.frame_id, mask)
+        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), depth_m, held_out, image.frame_id, lens.seen if mask is None else mask)
 
     def _never_came(self, stream: Paired, image: WaitingImage) -> bool:
         """Optional depth, or masks, that have never been seen are waited for by the first images only."""

@@ -39,6 +39,7 @@ from spirula_gpu.ply import check_path
 from .finish import finish, save_files
 from .inputs import Input, check_distinct, inputs_of
 from .intake import Intake
+from .lens import resolved
 from .node_process import PARENT
 from .outputs import Outputs
 from .params import check_change, config_from, declare_all
@@ -67,7 +68,7 @@ class TrainNode(Node):
         check_path("output.map_path", self.ros.output.map_path)
         self.config = self._with_source()
         self.mapper = make_mapper(self.config)
-        self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
+        self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, resolved(self.ros.intake, self.resolve_topic_name(self.ros.topics.image))))
         for line in describe(self.mapper.resumed, self.config.checkpoint):
             self.get_logger().info(line)
         self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)

@@ -79,6 +79,7 @@ CHOICES = {
     "intake.depth": ("require", "use_if_there", "ignore"),
     "intake.depth_source": ("image", "points"),
     "intake.mask": ("off", "use_if_there", "require"),
+    "intake.rectified": ("auto", "raw", "rectified"),
     "engine.backend": ("auto", "cpu", "cuda"),
     "engine.precision": ("full", "compact"),
 }

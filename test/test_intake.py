@@ -170,7 +170,7 @@ def test_distorted_images_are_rectified_with_their_depth():
 def test_maps_are_made_once_and_again_when_the_camera_changes(monkeypatch):
     made = []
     real = convert.rectifier_from_info
-    monkeypatch.setattr("spirula_ros.companions.rectifier_from_info", lambda msg: made.append(1) or real(msg))
+    monkeypatch.setattr("spirula_ros.companions.rectifier_from_info", lambda *args: made.append(1) or real(*args))
     rig = Rig()
     for i in range(5):
         rig.all_at(T0 + i * PERIOD)
