@@ -54,8 +54,8 @@ class Lens:
         if valid is None or key != valid.key:
             try:
                 lens = rectifier_from_info(msg, self._config.rectified == "rectified", self._config.max_fov_deg)
-            except BadMessage as error:
-                lens = error
+            except Exception as error:              # of images of its time nothing can be made: not of the lens before it either
+                lens = error if isinstance(error, BadMessage) else BadMessage("internal_error", f"{type(error).__name__}: {error}")
             valid = LensChange(stamp, key, lens)
             self._changes.insert(n, valid)
         elif stamp < valid.stamp_ns:            # the first change, and it was earlier than we knew
