@@ -40,13 +40,14 @@ def _cvt16(code: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: to_8bit(cv2.cvtColor(np.ascontiguousarray(x), code))
 
 
+_FROM_YUV = np.array([[1.16438, 0, 1.59603], [1.16438, -0.39176, -0.81297], [1.16438, 2.01723, 0]])  # BT.601, video range: of Y - 16, U - 128, V - 128
+
+
 def _nv24(x: np.ndarray) -> np.ndarray:
-    """Luma [H,W], and behind it chroma [H,W,2] as [2H,W]. OpenCV knows no 4:4:4: every pixel becomes two of yuyv with its own chroma, and one of them counts."""
+    """Luma [H,W], and behind it chroma [H,W,2] as [2H,W]. OpenCV has no 4:4:4; this is what it computes for the others, to 1 of 255."""
     h, w = x.shape[0] // 3, x.shape[1]
-    yuyv = np.empty((h, w, 2, 2), np.uint8)
-    yuyv[..., 0] = x[:h, :, None]
-    yuyv[..., 1] = x[h:].reshape(h, w, 2)
-    return np.ascontiguousarray(cv2.cvtColor(yuyv.reshape(h, 2 * w, 2), cv2.COLOR_YUV2RGB_YUY2)[:, ::2])
+    yuv = cv2.merge([cv2.max(np.ascontiguousarray(x[:h]), 16), *cv2.split(np.ascontiguousarray(x[h:]).reshape(h, w, 2))])
+    return cv2.transform(yuv, np.hstack([_FROM_YUV, -_FROM_YUV @ [[16], [128], [128]]]))
 
 
 _BGR, _BGRA, _RGBA, _GRAY = cv2.COLOR_BGR2RGB, cv2.COLOR_BGRA2RGB, cv2.COLOR_RGBA2RGB, cv2.COLOR_GRAY2RGB
@@ -94,7 +95,7 @@ def image_to_rgb(msg: Any) -> np.ndarray:
 def rgb_of(pixels: np.ndarray, name: str) -> np.ndarray:
     """[H,W,3] uint8, C-contiguous, of pixels as `pixels_of` gives them, by cv_bridge if it knows the encoding `name`. Raises BadMessage."""
     try:
-        out = cv_bridge_rgb(pixels, name) if name != "rgb8" and in_cv_bridge(name) else ENCODINGS[name].to_rgb(pixels)
+        out = cv_bridge_rgb(pixels, name) if in_cv_bridge(name) else ENCODINGS[name].to_rgb(pixels)
     except cv2.error as error:
         raise BadMessage("bad_image_size", f"image of {pixels.shape[1]}x{pixels.shape[0]} '{name}' cannot be converted: {error.err or error}; have the driver "
                                            "send another size or encoding") from None
@@ -141,7 +142,7 @@ def cv_bridge_state() -> tuple[Any, str]:
 def in_cv_bridge(name: str) -> bool:
     """Whether cv_bridge is here and makes rgb8 of this encoding (versions differ, so that it is tried once on a black image)."""
     bridge, encoding = cv_bridge_state()[0], ENCODINGS[name]
-    if bridge is None or encoding.rows != 2:
+    if bridge is None or name == "rgb8" or encoding.rows != 2:  # there is nothing to convert; cv_bridge has no planes
         return False
     shape = (4, 4) if encoding.channels == 1 else (4, 4, encoding.channels)
     try:

@@ -15,7 +15,7 @@ def main() -> None:
     for key, data in np.load(sys.argv[1]).items():
         name, width, height, step, big = key.split("|")
         msg = SimpleNamespace(encoding=name, width=int(width), height=int(height), step=int(step), is_bigendian=int(big), data=data)
-        by = "cv_bridge" if name != "rgb8" and encodings.in_cv_bridge(name) else "own"
+        by = "cv_bridge" if encodings.in_cv_bridge(name) else "own"
         out[f"{by}|{key}"] = encodings.image_to_rgb(msg)
     np.savez(sys.argv[2], **out)
 
