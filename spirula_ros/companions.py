@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from .errors import BadMessage
 from .lens import Rectifier, info_key, rectifier_from_info
 from .pointcloud import points_from_msg
 from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, inverse, matrix_from_pose
+from .registration import register_depth
 
 if TYPE_CHECKING:
     from .intake import IntakeConfig
@@ -42,8 +44,9 @@ class Lens:
     """CameraInfo: each image is of the one that was valid at its stamp, which is the newest change at or before it, else the first. Rectification maps are made
     again only when it changed. Stamps of 0 (a driver that sets none) make it the newest one that came."""
 
-    def __init__(self, config: IntakeConfig):
-        self._config = config
+    def __init__(self, config: IntakeConfig, what: str = "camera_info"):
+        """what: the row of topics whose messages these are."""
+        self._config, self._what, self._topic = config, what, f"topics.{what}"
         self._changes: list[LensChange] = []   # by stamp
 
     def message(self, msg: Any) -> None:
@@ -67,17 +70,21 @@ class Lens:
         self._changes = [change for change in self._changes if change.stamp_ns <= stamp_ns + JUMP_NS] or self._changes[-1:]
 
     def of(self, image: WaitingImage) -> Rectifier:
+        return self.at(image.stamp_ns, image.rgb.shape[:2])
+
+    def at(self, stamp_ns: int, shape: tuple[int, int]) -> Rectifier:
+        """Of an image [height, width]; images must come by stamp. Raises NotYet, BadMessage."""
         if not self._changes:
-            raise NotYet("no_camera_info", f"no CameraInfo within intake.wait_s = {self._config.wait_s} s of an image; is its topic the right one, "
-                                           "and does the driver publish it?")
-        n = bisect_right(self._changes, image.stamp_ns, key=lambda change: change.stamp_ns)
-        del self._changes[:max(n - 1, 0)]       # images come by stamp: no later one is of an older lens
+            raise NotYet(f"no_{self._what}", f"no CameraInfo within intake.wait_s = {self._config.wait_s} s of an image; is {self._topic} the right one, "
+                                             "and does the driver publish it?")
+        n = bisect_right(self._changes, stamp_ns, key=lambda change: change.stamp_ns)
+        del self._changes[:max(n - 1, 0)]       # no later image is of an older lens
         lens = self._changes[0].lens
         if isinstance(lens, BadMessage):
             raise lens
-        (height, width), raw = image.rgb.shape[:2], lens.raw
+        (height, width), raw = shape, lens.raw
         if (width, height) != (raw.width, raw.height):
-            raise NotYet("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height}; take the camera_info of this very "
+            raise NotYet("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height} on {self._topic}; take the camera_info of this very "
                                                "topic (after resizing: that of the resize node)")
         return lens
 
@@ -123,17 +130,28 @@ class Paired:
 
 
 class Depths(Paired):
-    """Depth images."""
+    """Depth images: registered to the image, or (`unregistered`) of another camera, whose CameraInfo and transform say how to make them so."""
 
-    def __init__(self, config: IntakeConfig):
+    def __init__(self, config: IntakeConfig, poses: Poses, unregistered: bool = False):
         super().__init__(config, "depth", "depth", "sync_tolerance_s")
+        self._poses = poses
+        self.lens = Lens(replace(config, rectified="raw"), "depth_info") if unregistered else None
+
+    def forget_future(self, stamp_ns: int) -> None:
+        super().forget_future(stamp_ns)
+        if self.lens:
+            self.lens.forget_future(stamp_ns)
 
     def read(self, found: tuple[int, Any], image: WaitingImage, lens: Rectifier, T_world_cam: np.ndarray) -> np.ndarray:
-        """depth_m [H,W] float32 of lens.camera. Raises BadMessage."""
+        """depth_m [H,W] float32 of lens.camera. Raises NotYet (the CameraInfo or the transform of another camera is missing), BadMessage."""
         depth_m, (height, width) = depth_to_m(found[1], self.config.depth_unit_m), image.rgb.shape[:2]
+        if self.lens:
+            own = self.lens.at(found[0], depth_m.shape)
+            T = self._poses.to_camera(found[1].header.frame_id.lstrip("/"), found[0], image, T_world_cam)
+            return register_depth(own.nearest(depth_m), own.camera, lens.camera, T)
         if depth_m.shape != (height, width):
-            raise BadMessage("depth_size_mismatch", f"depth is {depth_m.shape[1]}x{depth_m.shape[0]}, the image {width}x{height}; use depth registered to "
-                                                    "the colour camera (aligned_depth_to_color, depth_image_proc/register)")
+            raise BadMessage("depth_size_mismatch", f"depth is {depth_m.shape[1]}x{depth_m.shape[0]}, the image {width}x{height}; use depth registered to the colour camera "
+                                                    "(aligned_depth_to_color, depth_image_proc/register), or set topics.depth_info to the CameraInfo of the depth camera")
         return lens.nearest(depth_m)
 
 
@@ -251,7 +269,7 @@ class Poses:
             T_cam_frame = np.eye(4)
         elif isinstance(T_cam_frame := self._tf.lookup(image.frame_id, frame, stamp_ns), NoPose):
             raise (NotYet if T_cam_frame.may_come else BadMessage)(
-                "no_extrinsics", f"points are in '{frame}', images of '{image.frame_id}', and {T_cam_frame.text}; publish the transform on /tf_static, or set "
+                "no_extrinsics", f"points or depth are in '{frame}', images of '{image.frame_id}', and {T_cam_frame.text}; publish the transform on /tf_static, or set "
                                  "intake.T_camera_lidar")
         if stamp_ns == image.stamp_ns:
             return T_cam_frame

@@ -71,7 +71,8 @@ class TrainNode(Node):
         self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, resolved(self.ros.intake, self.resolve_topic_name(self.ros.topics.image))))
         for line in describe(self.mapper.resumed, self.config.checkpoint):
             self.get_logger().info(line)
-        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)
+        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None,
+                             unregistered=bool(self.ros.topics.depth_info))
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera, self._resume_hint = "", None, ""
