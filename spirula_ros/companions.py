@@ -2,16 +2,22 @@
 `of(image)`; the answer is the thing, or `NotYet` (it may still come), or BadMessage (it will not; the image is lost)."""
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from spirula_gpu.points import project
 
-from .convert import BadMessage, Rectifier, check_near, depth_to_m, info_key, mask_from_msg, path_from_msg, pose_from_msg, rectifier_from_info
+from .convert import check_near, mask_from_msg, path_from_msg, pose_from_msg, stamp_ns
+from .depth_codec import depth_to_m
+from .errors import BadMessage
+from .lens import Rectifier, info_key, rectifier_from_info
 from .pointcloud import points_from_msg
 from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, inverse, matrix_from_pose
+from .registration import register_depth
 
 if TYPE_CHECKING:
     from .intake import IntakeConfig
@@ -28,37 +34,59 @@ class WaitingImage(NamedTuple):
     arrival_s: float
 
 
-class Lens:
-    """The newest CameraInfo. Rectification maps are made again only when it changed."""
+class LensChange(NamedTuple):
+    stamp_ns: int
+    key: tuple
+    lens: Rectifier | BadMessage   # what a CameraInfo that cannot be used says, for the images it is of
 
-    def __init__(self, config: IntakeConfig):
-        self._config = config
-        self._key: tuple | None = None
-        self._lens: Rectifier | BadMessage | None = None
+
+class Lens:
+    """CameraInfo: each image is of the one that was valid at its stamp, which is the newest change at or before it, else the first. Rectification maps are made
+    again only when it changed. Stamps of 0 (a driver that sets none) make it the newest one that came."""
+
+    def __init__(self, config: IntakeConfig, what: str = "camera_info"):
+        """what: the row of topics whose messages these are."""
+        self._config, self._what, self._topic = config, what, f"topics.{what}"
+        self._changes: list[LensChange] = []   # by stamp
 
     def message(self, msg: Any) -> None:
         """Raises BadMessage."""
-        if (key := info_key(msg)) != self._key:
-            self._key = self._lens = None  # the last lens is not that of this camera, whatever comes now
+        stamp, key = stamp_ns(msg.header), info_key(msg)
+        n = bisect_right(self._changes, stamp, key=lambda change: change.stamp_ns)
+        valid = self._changes[max(n - 1, 0)] if self._changes else None
+        if valid is None or key != valid.key:
             try:
-                self._lens = rectifier_from_info(msg)
-            except BadMessage as error:
-                self._lens = error
-            self._key = key
-        if isinstance(self._lens, BadMessage):
-            raise self._lens
+                lens = rectifier_from_info(msg, self._config.rectified == "rectified", self._config.max_fov_deg)
+            except Exception as error:              # of images of its time nothing can be made: not of the lens before it either
+                lens = error if isinstance(error, BadMessage) else BadMessage("internal_error", f"{type(error).__name__}: {error}")
+            valid = LensChange(stamp, key, lens)
+            self._changes.insert(n, valid)
+        elif stamp < valid.stamp_ns:            # the first change, and it was earlier than we knew
+            self._changes[0] = valid._replace(stamp_ns=stamp)
+        if isinstance(valid.lens, BadMessage):
+            raise valid.lens
+
+    def forget_future(self, stamp_ns: int) -> None:
+        self._changes = [change for change in self._changes if change.stamp_ns <= stamp_ns + JUMP_NS] or self._changes[-1:]
 
     def of(self, image: WaitingImage) -> Rectifier:
-        if self._lens is None:
-            raise NotYet("no_camera_info", f"no CameraInfo within intake.wait_s = {self._config.wait_s} s of an image; is its topic the right one, "
-                                           "and does the driver publish it?")
-        if isinstance(self._lens, BadMessage):
-            raise self._lens
-        (height, width), raw = image.rgb.shape[:2], self._lens.raw
+        return self.at(image.stamp_ns, image.rgb.shape[:2])
+
+    def at(self, stamp_ns: int, shape: tuple[int, int]) -> Rectifier:
+        """Of an image [height, width]; images must come by stamp. Raises NotYet, BadMessage."""
+        if not self._changes:
+            raise NotYet(f"no_{self._what}", f"no CameraInfo within intake.wait_s = {self._config.wait_s} s of an image; is {self._topic} the right one, "
+                                             "and does the driver publish it?")
+        n = bisect_right(self._changes, stamp_ns, key=lambda change: change.stamp_ns)
+        del self._changes[:max(n - 1, 0)]       # no later image is of an older lens
+        lens = self._changes[0].lens
+        if isinstance(lens, BadMessage):
+            raise lens
+        (height, width), raw = shape, lens.raw
         if (width, height) != (raw.width, raw.height):
-            raise BadMessage("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height}; take the camera_info of this very "
-                                                   "topic (after resizing: that of the resize node)")
-        return self._lens
+            raise NotYet("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height} on {self._topic}; take the camera_info of this very "
+                                               "topic (after resizing: that of the resize node)")
+        return lens
 
 
 class Paired:
@@ -102,17 +130,28 @@ class Paired:
 
 
 class Depths(Paired):
-    """Depth images."""
+    """Depth images: registered to the image, or (`unregistered`) of another camera, whose CameraInfo and transform say how to make them so."""
 
-    def __init__(self, config: IntakeConfig):
+    def __init__(self, config: IntakeConfig, poses: Poses, unregistered: bool = False):
         super().__init__(config, "depth", "depth", "sync_tolerance_s")
+        self._poses = poses
+        self.lens = Lens(replace(config, rectified="raw"), "depth_info") if unregistered else None
+
+    def forget_future(self, stamp_ns: int) -> None:
+        super().forget_future(stamp_ns)
+        if self.lens:
+            self.lens.forget_future(stamp_ns)
 
     def read(self, found: tuple[int, Any], image: WaitingImage, lens: Rectifier, T_world_cam: np.ndarray) -> np.ndarray:
-        """depth_m [H,W] float32 of lens.camera. Raises BadMessage."""
+        """depth_m [H,W] float32 of lens.camera. Raises NotYet (the CameraInfo or the transform of another camera is missing), BadMessage."""
         depth_m, (height, width) = depth_to_m(found[1], self.config.depth_unit_m), image.rgb.shape[:2]
+        if self.lens:
+            own = self.lens.at(found[0], depth_m.shape)
+            T = self._poses.to_camera(found[1].header.frame_id.lstrip("/"), found[0], image, T_world_cam)
+            return register_depth(own.nearest(depth_m), own.camera, lens.camera, T)
         if depth_m.shape != (height, width):
-            raise BadMessage("depth_size_mismatch", f"depth is {depth_m.shape[1]}x{depth_m.shape[0]}, the image {width}x{height}; use depth registered to "
-                                                    "the colour camera (aligned_depth_to_color, depth_image_proc/register)")
+            raise BadMessage("depth_size_mismatch", f"depth is {depth_m.shape[1]}x{depth_m.shape[0]}, the image {width}x{height}; use depth registered to the colour camera "
+                                                    "(aligned_depth_to_color, depth_image_proc/register), or set topics.depth_info to the CameraInfo of the depth camera")
         return lens.nearest(depth_m)
 
 
@@ -230,7 +269,7 @@ class Poses:
             T_cam_frame = np.eye(4)
         elif isinstance(T_cam_frame := self._tf.lookup(image.frame_id, frame, stamp_ns), NoPose):
             raise (NotYet if T_cam_frame.may_come else BadMessage)(
-                "no_extrinsics", f"points are in '{frame}', images of '{image.frame_id}', and {T_cam_frame.text}; publish the transform on /tf_static, or set "
+                "no_extrinsics", f"points or depth are in '{frame}', images of '{image.frame_id}', and {T_cam_frame.text}; publish the transform on /tf_static, or set "
                                  "intake.T_camera_lidar")
         if stamp_ns == image.stamp_ns:
             return T_cam_frame

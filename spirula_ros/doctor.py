@@ -42,7 +42,7 @@ def add_doctor(commands) -> None:
 
 def run_doctor(args) -> int:
     failed = False
-    for find in (packages, engine, gpu, ros, shared_memory, disk, lambda: self_test(args.seconds, args.backend)):
+    for find in (packages, converters, engine, gpu, ros, shared_memory, disk, lambda: self_test(args.seconds, args.backend)):
         for finding in find():
             print(finding, flush=True)
             failed |= finding.state == FAIL
@@ -68,6 +68,14 @@ def packages() -> Iterator[Finding]:
                   f"spirula_ros {version()}, Python {sys.version.split()[0]}, " + ", ".join(f"{name} {found}" for name, found in there.items()))
     for name, use in OPTIONAL.items():
         yield Finding(OK, name, found) if (found := _version(name)) else Finding(WARN, name, f"not installed; for {use}")
+
+
+def converters() -> Iterator[Finding]:
+    """Who converts images. Either does: it is no fault to have no cv_bridge."""
+    from .encodings import ENCODINGS, cv_bridge_state, in_cv_bridge
+    bridge, why = cv_bridge_state()
+    yield Finding(OK, "cv_bridge", f"{why}; images are converted by OpenCV, to the same pictures" if bridge is None else
+                  f"converts {sum(map(in_cv_bridge, ENCODINGS))} of {len(ENCODINGS)} encodings, OpenCV the others")
 
 
 def engine() -> Iterator[Finding]:

@@ -1,5 +1,14 @@
-"""The one exception that means "what you gave me cannot be used": the command line prints it as one line and exits with 2."""
+"""What "you gave me something that cannot be used" is: of the whole run (InputError), or of one message (BadMessage)."""
 
 
 class InputError(ValueError):
-    """Bad input from outside (a file, a folder, an argument). The message names it, the limit and the remedy."""
+    """Bad input from outside (a file, a folder, an argument): the command line prints it as one line and exits with 2. The message names it, the
+    limit and the remedy."""
+
+
+class BadMessage(Exception):
+    """A message that cannot be used. reason: the snake_case word it is counted under; text: for a person, with remedy."""
+
+    def __init__(self, reason: str, text: str):
+        super().__init__(f"{reason}: {text}")
+        self.reason, self.text = reason, text

@@ -50,6 +50,8 @@ def inputs_of(ros: RosConfig) -> list[Input]:
         out.append(Input(topics.points, "points", PointCloud2, "topics.points", sensors))
     elif ros.intake.depth != "ignore":
         out.append(Input(topics.depth, "depth", image_type(topics.depth), "topics.depth", sensors))
+        if topics.depth_info:
+            out.append(Input(topics.depth_info, "depth_info", CameraInfo, "topics.depth_info", sensors))
     if ros.intake.mask != "off":
         out.append(Input(topics.mask, "mask", image_type(topics.mask), "topics.mask", sensors))
     if source != "tf":
@@ -58,7 +60,7 @@ def inputs_of(ros: RosConfig) -> list[Input]:
         out.append(Input(topics.path, "path", Path, "topics.path", profile("reliable", 1)))  # every path is whole: the newest counts
     if source == "tf" and TFMessage is None:
         raise ValueError("intake.pose_source = tf needs the package tf2_msgs, which is not installed (ros-$ROS_DISTRO-tf2-msgs)")
-    if (source in ("tf", "odom") or points) and TFMessage is not None:  # with odom: base -> camera; with points: camera -> lidar
+    if (source in ("tf", "odom") or points or topics.depth_info) and TFMessage is not None:  # with odom: base -> camera; with points: camera -> lidar; with depth_info: camera -> depth camera
         static = QoSProfile(depth=100, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
         out += [Input("/tf", "tf", TFMessage, "intake.pose_source", profile("reliable", ros.qos.pose_queue)),
                 Input("/tf_static", "tf_static", TFMessage, "intake.pose_source", static)]

@@ -38,11 +38,13 @@ class IntakeConfig:
     T_body_camera: tuple[float, ...] = param((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), "m",
                                              "x y z qx qy qz qw of the camera's optical frame in the frame whose pose is given")
     T_camera_lidar: tuple[float, ...] = param((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), "m",
-                                              "x y z qx qy qz qw of the lidar in the camera's optical frame; as it is here: /tf and /tf_static say it")
+                                              "x y z qx qy qz qw of the lidar, or of the depth camera of topics.depth_info, in the camera's optical frame; as it is here: /tf and /tf_static say it")
+    rectified: str = param("auto", "", "auto | raw | rectified: whether the images are rectified, so that P of the CameraInfo counts and D does not; auto: the last name of topics.image has rect in it")
+    max_fov_deg: float = param(130.0, "deg", "a fisheye becomes a pinhole camera of at most this field of view across each axis; the wider, the fewer pixels for the middle", 10, 170)
 
     def __post_init__(self):
         for name, words in (("pose_source", ("pose", "odom", "tf")), ("depth", ("require", "use_if_there", "ignore")), ("depth_source", ("image", "points")),
-                            ("mask", ("off", "use_if_there", "require"))):
+                            ("mask", ("off", "use_if_there", "require")), ("rectified", ("auto", "raw", "rectified"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"intake.{name} = '{getattr(self, name)}': must be {' | '.join(words)}")
         for name in ("T_body_camera", "T_camera_lidar"):
@@ -71,7 +73,7 @@ class _Input:
         self.count, self.bad, self.last_stamp_ns, self.arrivals = 0, Counter(), 0, deque(maxlen=30)
 
 
-_INPUT_OF = {"image": "image", "compressed": "image", "depth": "depth", "points": "points", "mask": "mask", "info": "info", "pose": "pose", "odom": "pose", "tf": "tf", "tf_static": "tf", "path": "path"}
+_INPUT_OF = {"image": "image", "compressed": "image", "depth": "depth", "points": "points", "mask": "mask", "info": "info", "depth_info": "depth_info", "pose": "pose", "odom": "pose", "tf": "tf", "tf_static": "tf", "path": "path"}
 
 
 class Intake:
@@ -79,15 +81,17 @@ class Intake:
     under one reason or emitted (whoever takes the Frame counts it on). `last_problem` says the newest problem in words.
 
     correct: called with (stamps [n] int64 ns, T_world_cam [n,4,4]) of each corrected path, once the images up to its end have been emitted.
+    unregistered: depth is of another camera; `depth_info` is its CameraInfo, and TF (or intake.T_camera_lidar) connects both.
     clock: what an arrival without a time is given; None: time is the stamp of the newest image (lossless replay)."""
 
     def __init__(self, config: IntakeConfig, ledger: FrameLedger, emit: Callable[[Frame], None], holdout_every: int = 0,
-                 clock: Callable[[], float] | None = time.monotonic, correct: Callable[[np.ndarray, np.ndarray], None] | None = None):
+                 clock: Callable[[], float] | None = time.monotonic, correct: Callable[[np.ndarray, np.ndarray], None] | None = None, unregistered: bool = False):
         self.config, self.ledger, self._emit, self._holdout_every, self._clock = config, ledger, emit, holdout_every, clock
         with_points, masked = config.depth_source == "points", config.mask != "off"
-        self._inputs = {kind: _Input() for kind in ("image", "points" if with_points else "depth", "info", "pose", *(["mask"] if masked else []), "tf", *(["path"] if correct else []))}
+        unregistered = unregistered and not with_points
+        self._inputs = {kind: _Input() for kind in ("image", "points" if with_points else "depth", "info", "pose", *(["mask"] if masked else []), *(["depth_info"] if unregistered else []), "tf", *(["path"] if correct else []))}
         self._lens, self._poses, self._masks = Lens(config), Poses(config), Masks(config)
-        self._depths = Clouds(config, self._poses) if with_points else Depths(config)
+        self._depths = Clouds(config, self._poses) if with_points else Depths(config, self._poses, unregistered)
         self._correct, self._path, self._camera_frame = correct, None, ""
         self._waiting: deque[WaitingImage] = deque()
         self._last_image_ns = self._n_complete = 0
@@ -107,7 +111,7 @@ class Intake:
     # ------------------------------------------------------------------------------------------------------ inputs
 
     def on(self, kind: str, msg: Any, arrival_s: float | None = None) -> None:
-        """By kind: image, compressed, depth, points, mask, info, pose, odom, tf, tf_static, path. What the configuration does not use (a pose or odom that
+        """By kind: image, compressed, depth, depth_info, points, mask, info, pose, odom, tf, tf_static, path. What the configuration does not use (a pose or odom that
         is not the pose_source, depth or points that are not the depth_source, a mask, a path) is ignored."""
         if _INPUT_OF[kind] not in self._inputs or (kind in ("pose", "odom") and kind != self.config.pose_source):
             return
@@ -157,9 +161,15 @@ class Intake:
         self._advance()
 
     def on_info(self, msg: Any, arrival_s: float | None = None) -> None:
-        """sensor_msgs/CameraInfo of the image; the newest one counts."""
+        """sensor_msgs/CameraInfo of the image; the one of its time counts."""
         self._arrived("info", stamp_ns(msg.header), arrival_s)
         self._take("info", self._lens.message, msg)
+        self._advance()
+
+    def on_depth_info(self, msg: Any, arrival_s: float | None = None) -> None:
+        """sensor_msgs/CameraInfo of the depth camera, which is another one than that of the images."""
+        self._arrived("depth_info", stamp_ns(msg.header), arrival_s)
+        self._take("depth_info", self._depths.lens.message, msg)
         self._advance()
 
     def on_pose(self, msg: Any, arrival_s: float | None = None) -> None:
@@ -211,6 +221,7 @@ class Intake:
             self._drop(error)
         self._depths.forget_future(at_ns)
         self._masks.forget_future(at_ns)
+        self._lens.forget_future(at_ns)
         self._poses.forget_future(at_ns)
         self._path = None
         self._last_image_ns, self.last_problem = 0, str(error)
@@ -323,7 +334,7 @@ class Intake:
         depth_m, mask = (None if found is None else stream.read(found, image, lens, T_world_cam) for stream, found in ((self._depths, depth), (self._masks, mask)))
         held_out = self._holdout_every > 0 and self._n_complete % self._holdout_every == self._holdout_every // 2
         self._n_complete += 1
-        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), depth_m, held_out, image.frame_id, mask)
+        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), depth_m, held_out, image.frame_id, lens.seen if mask is None else mask)
 
     def _never_came(self, stream: Paired, image: WaitingImage) -> bool:
         """Optional depth, or masks, that have never been seen are waited for by the first images only."""

@@ -25,6 +25,7 @@ class TopicsConfig:
     image_transport: str = param("raw", "", "raw | compressed; compressed appends /compressed to topics.image")
     camera_info: str = param("camera_info", "", "CameraInfo of the colour image")
     depth: str = param("depth", "", "depth Image registered to the colour image, 32FC1 m or 16UC1 mm; not used with intake.depth ignore or intake.depth_source points")
+    depth_info: str = param("", "", "CameraInfo of the depth camera, if topics.depth is of another one than the image: depth is registered here, with the transform that TF has; empty = it is registered")
     points: str = param("points", "", "PointCloud2 of a lidar, which gives the depth with intake.depth_source points")
     mask: str = param("mask", "", "mono8 Image (or png, when the name ends in /compressed), as large as the image: what is 0 is not of the scene (a person, the robot itself); see intake.mask")
     pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf")
@@ -87,6 +88,7 @@ CHOICES = {
     "intake.depth": ("require", "use_if_there", "ignore"),
     "intake.depth_source": ("image", "points"),
     "intake.mask": ("off", "use_if_there", "require"),
+    "intake.rectified": ("auto", "raw", "rectified"),
     "engine.backend": ("auto", "cpu", "cuda"),
     "engine.precision": ("full", "compact"),
 }

@@ -7,33 +7,35 @@ import numpy as np
 from spirula_gpu.camera import Camera
 
 
-def register_depth(depth_m: np.ndarray, depth_camera: Camera, color_camera: Camera, offset_m: np.ndarray) -> np.ndarray:
-    """Depth of one camera as a parallel camera beside it sees it: forward projection with a z-buffer (nearest wins).
+def register_depth(depth_m: np.ndarray, depth_camera: Camera, color_camera: Camera, T_color_depth: np.ndarray) -> np.ndarray:
+    """Depth of one camera as another that sees the same sees it: forward projection with a z-buffer (nearest wins).
 
-    depth_m [h,w] float32, z in metres, 0 = unknown; offset_m [3], metres: X_color = X_depth + offset_m, camera axes.
+    depth_m [h,w] float32, z in metres, 0 = unknown; T_color_depth [4,4], metres: maps points from the axes of the depth camera to those of the other.
     Returns [H,W] float32 of `color_camera`, 0 where the depth camera saw nothing.
     Every depth pixel covers its own footprint plus a quarter of a pixel all round, so that a surface whose projection
     stretches up to half a pixel more than on average still has no cracks.
     """
     v, u = np.nonzero(depth_m > 0)
     z = depth_m[v, u]
-    x = (u + 0.5 - depth_camera.cx) * (z / depth_camera.fx) + offset_m[0]
-    y = (v + 0.5 - depth_camera.cy) * (z / depth_camera.fy) + offset_m[1]
-    z_new = (z + offset_m[2]).astype(np.float32)
+    ray_x, ray_y = (((np.arange(n) + 0.5 - c) / f).astype(np.float32) for n, c, f in
+                    ((depth_camera.width, depth_camera.cx, depth_camera.fx), (depth_camera.height, depth_camera.cy, depth_camera.fy)))
+    seen = np.stack([ray_x[u] * z, ray_y[v] * z, z])
+    R, t = np.asarray(T_color_depth, np.float32)[:3, :3], np.asarray(T_color_depth, np.float32)[:3, 3:]
+    x, y, z_new = R @ seen + t
     front = z_new > 1e-3
-    x, y, z, z_new = x[front], y[front], z[front], z_new[front]
+    if not front.all():
+        x, y, z, z_new = x[front], y[front], z[front], z_new[front]
 
     out = np.full((color_camera.height, color_camera.width), np.inf, np.float32)
+    wide, high = (0.5 * np.abs(R[:2, :2]) @ [1 / depth_camera.fx, 1 / depth_camera.fy]).tolist()  # half a pixel of the depth camera, at a metre, along the other's axes
     zoom = z / z_new
-    half_u = 0.5 * zoom * (color_camera.fx / depth_camera.fx) + 0.25
-    half_v = 0.5 * zoom * (color_camera.fy / depth_camera.fy) + 0.25
-    u0, u1 = _centres_within(color_camera.fx * x / z_new + color_camera.cx, half_u)
-    v0, v1 = _centres_within(color_camera.fy * y / z_new + color_camera.cy, half_v)
+    u0, u1 = _centres_within(color_camera.fx * x / z_new + color_camera.cx, zoom * (wide * color_camera.fx) + 0.25)
+    v0, v1 = _centres_within(color_camera.fy * y / z_new + color_camera.cy, zoom * (high * color_camera.fy) + 0.25)
     for dv in range(int((v1 - v0).max(initial=-1)) + 1):
         for du in range(int((u1 - u0).max(initial=-1)) + 1):
             uu, vv = u0 + du, v0 + dv
             ok = (uu <= u1) & (vv <= v1) & (uu >= 0) & (vv >= 0) & (uu < color_camera.width) & (vv < color_camera.height)
-            np.minimum.at(out, (vv[ok], uu[ok]), z_new[ok])
+            np.minimum.at(out.reshape(-1), vv[ok].astype(np.intp) * color_camera.width + uu[ok], z_new[ok])  # flat: numpy's fast way
     out[np.isinf(out)] = 0
     return out
 

@@ -21,6 +21,7 @@ from .convert import BadMessage
 from .errors import InputError
 from .finish import wait_until_idle
 from .intake import Intake, IntakeConfig
+from .lens import resolved
 from .progress import Progress, StopRequest
 from .report import check_out, prepare_folder, remove_results, write_report
 from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refuse_other_source
@@ -242,7 +243,7 @@ def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
         config = replace(config, pose_source=topics.pose_source)
     if "intake.depth" not in settings.given and not (topics.points if config.depth_source == "points" else topics.depth):
         config = replace(config, depth="ignore")
-    return config
+    return resolved(config, topics.image or topics.compressed)
 
 
 class Lossless:

@@ -108,7 +108,7 @@ def read_pair(item: RgbdItem, rig: Rig, units_per_m: float) -> tuple[np.ndarray,
 
 def registered(depth_m: np.ndarray, rig: Rig) -> np.ndarray:
     """Depth as the colour camera sees it."""
-    return depth_m if rig.registered else register_depth(depth_m, rig.depth, rig.color, np.asarray(rig.color_offset_m, np.float64))
+    return depth_m if rig.registered else register_depth(depth_m, rig.depth, rig.color, translation(rig.color_offset_m))
 
 
 def translation(offset_m) -> np.ndarray:

@@ -29,6 +29,7 @@ from .diagnostics import Diagnostics
 from .finish import save_files
 from .inputs import Input, check_distinct, inputs_of
 from .intake import Intake
+from .lens import resolved
 from .outputs import Outputs
 from .params import RosConfig
 from .resume import describe, far_from_map, intake_for, live_source, other_source
@@ -62,11 +63,12 @@ class Session:
 
     def _begin(self, stack: ExitStack) -> None:
         node, resumed = self.node, self.mapper.resumed
-        self.ros = replace(self.ros, intake=intake_for(resumed, self.ros.intake))
+        self.ros = replace(self.ros, intake=intake_for(resumed, resolved(self.ros.intake, node.resolve_topic_name(self.ros.topics.image))))
         for line in describe(resumed, self.config.checkpoint):
             self.log.info(line)
         self._doubt_source(resumed and other_source(resumed.source, self.config.checkpoint.source))
-        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)
+        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None,
+                             unregistered=bool(self.ros.topics.depth_info))
         self.background = concurrent.futures.ThreadPoolExecutor(1, "finish")
         stack.callback(self.background.shutdown, wait=False, cancel_futures=True)
         self.outputs = Outputs(self, stack)

@@ -29,6 +29,15 @@ def test_a_missing_package_fails_and_a_missing_optional_one_warns(monkeypatch):
     assert found["viser"].state == WARN and "spirula_ros[web]" in found["viser"].text and found["torch"].state == OK
 
 
+def test_who_converts_images_is_said(monkeypatch):
+    monkeypatch.setattr("spirula_ros.encodings.cv_bridge_state", lambda: (None, "does not work here: compiled for numpy 1"))
+    found = by_name(doctor.converters())["cv_bridge"]
+    assert found.state == OK and "compiled for numpy 1; images are converted by OpenCV" in found.text
+    monkeypatch.setattr("spirula_ros.encodings.cv_bridge_state", lambda: (object(), ""))
+    monkeypatch.setattr("spirula_ros.encodings.in_cv_bridge", lambda name: name == "bgr8")
+    assert "converts 1 of " in by_name(doctor.converters())["cv_bridge"].text
+
+
 def test_a_library_that_does_not_load_fails_and_a_gpu_that_does_not_warns(monkeypatch):
     def broken(*_, **__):
         raise NativeError("device", "the driver is older than the library")

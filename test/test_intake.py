@@ -170,7 +170,7 @@ def test_distorted_images_are_rectified_with_their_depth():
 def test_maps_are_made_once_and_again_when_the_camera_changes(monkeypatch):
     made = []
     real = convert.rectifier_from_info
-    monkeypatch.setattr("spirula_ros.companions.rectifier_from_info", lambda msg: made.append(1) or real(msg))
+    monkeypatch.setattr("spirula_ros.companions.rectifier_from_info", lambda *args: made.append(1) or real(*args))
     rig = Rig()
     for i in range(5):
         rig.all_at(T0 + i * PERIOD)
@@ -293,10 +293,10 @@ BAD = {  # case -> (feed, reason, what the text must hold: the number, the limit
     "K is zero": (uncalibrated, "uncalibrated", ["calibrate"]),
     "K is NaN": (lambda rig: (rig.info(f=np.nan), without("info")(rig)), "uncalibrated", ["calibrate"]),
     "info of another size": (lambda rig: (rig.info(width=W * 2), without("info")(rig)), "info_size_mismatch", ["8x6", "16x6", "camera_info of this"]),
-    "fisheye": (lambda rig: (rig.info(model="equidistant", d=[0.1] * 4), without("info")(rig)), "unsupported_distortion", ["equidistant", "image_rect"]),
+    "another lens": (lambda rig: (rig.info(model="double_sphere", d=[0.1] * 4), without("info")(rig)), "unsupported_distortion", ["double_sphere", "4 coefficients", "image_rect"]),
     "distortion beyond reason": (lambda rig: (rig.info(d=[0, 0, 5, 5, 0]), without("info")(rig)), "unsupported_distortion", ["5.0, 5.0", "limit 4x"]),
     "distortion after a good CameraInfo": (lambda rig: (rig.info(), rig.info(d=[0, 0, 5, 5, 0]), without("info")(rig)), "unsupported_distortion", ["limit 4x"]),
-    "odd width of two-pixel colour": (image_of(encoding="yuyv", size=(7, 6), data=bytes(84)), "bad_image_size", ["7x6", "even width"]),
+    "odd width of two-pixel colour": (image_of(encoding="yuyv", size=(7, 6), data=bytes(84)), "bad_image_size", ["7x6", "width must be even"]),
     "unknown encoding": (image_of(encoding="foo12"), "unknown_encoding", ["foo12", "rgb8"]),
     "cut image": (image_of(data=RGB.tobytes()[:-1], step=W * 3), "bad_image_size", ["143"]),
     "no data": (image_of(data=b"", step=W * 3), "bad_image_size", ["has 0"]),
@@ -593,3 +593,86 @@ def test_every_image_is_accounted_for(sequence, depth, source, message_time, que
     assert [f.held_out for f in rig.frames] == [i % 3 == 1 for i in range(len(rig.frames))]
     again = run()
     assert [f.stamp_ns for f in again.frames] == [f.stamp_ns for f in rig.frames] and again.dropped == rig.dropped
+
+
+# ------------------------------------------------------------------------------------------------------------ lens
+
+def test_an_image_is_of_the_info_that_was_valid_at_its_stamp():
+    rig = Rig(depth="ignore")
+    stamps = [T0 + i * PERIOD for i in range(6)]
+    for stamp in stamps[:5]:
+        rig.image(stamp)                            # they wait: there are no poses yet
+    rig.info(stamps[1], f=100.0)
+    rig.info(stamps[3], f=120.0)
+    rig.info(stamps[4], f=120.0)
+    rig.info(stamps[2], f=100.0)                    # out of order, and no change
+    for stamp in stamps:
+        rig.pose(stamp)
+    rig.image(stamps[5])
+    assert [f.camera.fx for f in rig.frames] == [100, 100, 100, 120, 120, 120] and rig.dropped == {}  # before the first: the first
+
+
+def test_infos_without_a_stamp_count_from_their_arrival():
+    rig = Rig(depth="ignore")
+    for i, f in enumerate((100.0, 120.0)):
+        rig.info(0, f=f)
+        rig.pose(T0 + i * PERIOD)
+        rig.image(T0 + i * PERIOD)
+    assert [f.camera.fx for f in rig.frames] == [100, 120]
+
+
+def test_an_image_of_a_new_size_waits_for_its_info():
+    rig = Rig(depth="ignore")
+    big = np.zeros((2 * H, 2 * W, 3), np.uint8)
+    rig.info(T0)
+    for i in range(3):
+        rig.pose(T0 + i * PERIOD)
+    rig.image(T0 + PERIOD, data=big.tobytes(), size=(2 * W, 2 * H))
+    assert not rig.frames and rig.intake.pending == 1 and "16x12" in rig.intake.waiting_for and "8x6" in rig.intake.waiting_for
+    rig.info(T0 + PERIOD, width=2 * W, height=2 * H)
+    assert rig.frames[0].camera.width == 2 * W and rig.dropped == {}
+    rig.image(T0 + 2 * PERIOD)                      # small again, and no info says so
+    rig.expire()
+    assert len(rig.frames) == 1 and rig.dropped == {"info_size_mismatch": 1}
+
+
+def test_infos_from_before_a_time_jump_are_forgotten():
+    rig = Rig(depth="ignore")
+    rig.info(T0 + 50 * S, f=100.0)
+    rig.pose(T0 + 50 * S)
+    rig.image(T0 + 50 * S)
+    rig.info(T0 + 60 * S, f=120.0)
+    rig.image(T0)                                   # the recording begins again, its first info a little later
+    rig.pose(T0)
+    rig.info(T0 + PERIOD, f=110.0)
+    rig.pose(T0 + PERIOD)
+    rig.image(T0 + PERIOD)
+    assert [f.camera.fx for f in rig.frames] == [100, 120, 110]
+
+
+def test_what_a_fisheye_did_not_see_is_masked():
+    for mask in ("off", "require"):
+        rig = Rig(depth="ignore", mask=mask)
+        rig.info(f=3.0, d=[0.0] * 4, model="equidistant")
+        rig.pose(T0)
+        if mask == "require":
+            half = np.ones((H, W), np.uint8)
+            half[:, :W // 2] = 0
+            rig.intake.on_mask(m.image(T0, W, H, "mono8", half.tobytes()), 0.0)
+        rig.image(T0)
+        lens = convert.rectifier_from_info(m.info(T0, W, H, 3.0, d=[0.0] * 4, model="equidistant"))
+        assert 0 < lens.seen.mean() < 1 and rig.frames[0].camera == lens.camera
+        np.testing.assert_array_equal(rig.frames[0].mask, lens.seen if mask == "off" else lens.nearest(half))
+        if mask == "require":
+            assert (rig.frames[0].mask <= lens.seen).all() and not np.array_equal(rig.frames[0].mask, lens.seen)
+
+
+def test_the_parameters_of_the_lens_are_used():
+    info = dict(f=3.0, d=[0.0] * 4, model="equidistant", p=[2.0, 0, 3, 0, 0, 2, 2, 0, 0, 0, 1, 0])
+    for config, fx in (({}, None), ({"max_fov_deg": 60.0}, None), ({"rectified": "rectified"}, 2.0)):
+        rig = Rig(depth="ignore", **config)
+        rig.info(**info)
+        rig.pose(T0)
+        rig.image(T0)
+        c = rig.frames[0].camera
+        assert c.fx == fx if fx else abs(np.degrees(np.arctan(c.cx / c.fx)) - config.get("max_fov_deg", 130.0) / 2) < 1e-3

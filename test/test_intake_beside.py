@@ -6,6 +6,7 @@ import pytest
 
 from spirula_ros import convert
 from spirula_ros.convert import mask_from_msg
+from spirula_ros.intake import Intake, IntakeConfig
 from test_intake import H, MS, PERIOD, RGB, S, T0, W, Rig as ImageRig
 
 F = 100.0
@@ -287,3 +288,60 @@ def test_a_masked_person_neither_enters_the_map_nor_the_measurement():
         mapper.close()
     assert figures[True][0] == 0 and figures[False][0] > 50
     assert figures[True][1] > figures[False][1] + 5, figures
+
+
+# ---------------------------------------------------------------------------------------- depth of another camera
+
+def unregistered_rig(**config):
+    rig = Rig(**config)
+    rig.intake = Intake(IntakeConfig(**config), rig.ledger, rig.take, 0, lambda: 0.0, unregistered=True)
+    return rig
+
+
+def depth_of_another(rig, stamp, size=(4, 3), metres=2.0, frame="depth_cam"):
+    rig.intake.on("depth", m.image(stamp, *size, "32FC1", np.full(size[::-1], metres, np.float32).tobytes(), frame_id=frame), rig.now)
+
+
+def test_depth_of_another_camera_is_registered():
+    """Half as many pixels and half the focal length, 0.1 m behind the camera of the images."""
+    rig = unregistered_rig()
+    rig.info(f=10.0)
+    rig.intake.on("depth_info", m.info(T0, 4, 3, 5.0), rig.now)
+    rig.pose(T0)
+    depth_of_another(rig, T0)
+    rig.image(T0)
+    assert not rig.frames and "'depth_cam'" in rig.intake.waiting_for and "/tf_static" in rig.intake.waiting_for
+    rig.intake.on("tf_static", m.tf(m.pose(0, (0, 0, -0.1), kind="TransformStamped", frame_id="cam", child="depth_cam")), rig.now)
+    frame, = rig.frames
+    assert frame.depth_m.shape == (H, W) and frame.depth_m.dtype == np.float32
+    np.testing.assert_allclose(frame.depth_m[frame.depth_m > 0], 1.9, rtol=1e-6)
+    assert (frame.depth_m > 0).mean() == 1 and rig.dropped == {}
+
+
+def test_depth_of_another_camera_needs_its_info_of_its_size():
+    rig = unregistered_rig(T_camera_lidar=(0.0, 0.0, -0.1, 0.0, 0.0, 0.0, 1.0))   # instead of TF
+    for i, (info, why) in enumerate(((None, "no_depth_info"), ((8, 3), "info_size_mismatch"))):
+        stamp = T0 + i * PERIOD
+        rig.info(f=10.0)
+        if info:
+            rig.intake.on("depth_info", m.info(stamp, *info, 5.0), rig.now)
+        rig.pose(stamp)
+        depth_of_another(rig, stamp)
+        rig.image(stamp)
+        assert rig.intake.pending == 1 and not rig.frames
+        rig.expire()
+        assert rig.dropped[why] == 1 and "topics.depth_info" in rig.intake.last_problem
+    rig.intake.on("depth_info", m.info(T0 + 2 * PERIOD, 4, 3, 5.0), rig.now)
+    rig.pose(T0 + 2 * PERIOD)
+    depth_of_another(rig, T0 + 2 * PERIOD)
+    rig.image(T0 + 2 * PERIOD)
+    assert len(rig.frames) == 1
+    rig.intake.on("depth_info", m.info(T0 + 3 * PERIOD, 4, 3, 0.0), rig.now)
+    assert [s for s in rig.intake.states() if s.kind == "depth_info"][0].bad == {"uncalibrated": 1}
+
+
+def test_depth_info_is_ignored_where_depth_is_registered():
+    rig = Rig()
+    rig.intake.on("depth_info", m.info(T0, 4, 3, 5.0), rig.now)
+    rig.all_at(T0)
+    assert len(rig.frames) == 1

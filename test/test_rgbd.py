@@ -213,7 +213,7 @@ def two_walls(camera, shift=0.0):
 def test_registration_matches_what_the_other_camera_sees(zoom):
     depth_camera, b = Camera(160, 120, 146, 146, 80, 60), 0.06
     color_camera = Camera(160, 120, 146 * zoom, 146 * zoom, 80, 60)
-    found = register_depth(two_walls(depth_camera), depth_camera, color_camera, np.array([-b, 0, 0]))
+    found = register_depth(two_walls(depth_camera), depth_camera, color_camera, rgbd.translation([-b, 0, 0]))
     truth = two_walls(color_camera, shift=b)
     edge = cv2.dilate((np.abs(cv2.Laplacian(truth, cv2.CV_32F)) > 0.1).astype(np.uint8), np.ones((5, 5))) > 0
     seen = np.zeros_like(edge)  # all but the border that only the colour camera sees, and the strip behind the panel
@@ -229,7 +229,7 @@ def test_registration_matches_what_the_other_camera_sees(zoom):
 def test_registration_nearer_wins():
     camera = Camera(8, 1, 8, 8, 4, 0.5)
     depth = np.array([[2, 2, 2, 2, 1, 2, 2, 2]], np.float32)
-    found = register_depth(depth, camera, camera, np.array([-0.125, 0, 0]))  # moves 1 m by one pixel, 2 m by half of one
+    found = register_depth(depth, camera, camera, rgbd.translation([-0.125, 0, 0]))  # moves 1 m by one pixel, 2 m by half of one
     assert found[0, 3] == 1
 
 
@@ -237,7 +237,7 @@ def test_same_camera_registers_to_itself():
     camera = Camera(32, 24, 30, 31, 15, 13)
     depth = np.random.default_rng(0).uniform(1, 4, (24, 32)).astype(np.float32)
     depth[3, 4] = 0
-    assert np.array_equal(register_depth(depth, camera, camera, np.zeros(3)), depth)
+    assert np.array_equal(register_depth(depth, camera, camera, np.eye(4)), depth)
 
 
 def test_color_camera_moves_the_pose(seven, tmp_path):
