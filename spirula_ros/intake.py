@@ -300,13 +300,13 @@ class Intake:
         (of.inputs if of else self._inputs)[kind].bad[error.reason] += 1
         self.last_problem = str(error)
         if of:
-            of.last_problem = str(error)
+            of.last_problem, self.last_problem = str(error), self._named(of, str(error))
         if kind == "image":
-            self._drop(error)
+            self._drop(of, error)
 
-    def _drop(self, error: BadMessage) -> None:
+    def _drop(self, of: OneCamera, error: BadMessage) -> None:
         self.ledger.dropped(error.reason)
-        self.last_problem = str(error)
+        self.last_problem = self._named(of, str(error))
 
     def _advance(self, last: bool = False) -> None:
         for camera in self.cameras:

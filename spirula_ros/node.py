@@ -18,7 +18,7 @@ from dataclasses import replace
 import rclpy
 from rcl_interfaces.msg import SetParametersResult
 from rclpy.callback_groups import ReentrantCallbackGroup
-from rclpy.clock import Clock, ClockType
+from rclpy.clock import Clock, ClockType, JumpThreshold
 from rclpy.duration import Duration
 from rclpy.event_handler import SubscriptionEventCallbacks
 from rclpy.exceptions import NameValidationException
@@ -43,8 +43,10 @@ from .node_process import PARENT
 from .outputs import Outputs
 from .params import check_change, config_from, declare_all
 from .resume import describe, far_from_map, intake_for, live_source, other_source
+from .rig import cameras_of
+from .sessions import Sessions
 from .srv import SaveMap
-from .watch import LOST_HINT, describe_publishers, explain, policy_name, twins
+from .watch import LOST_HINT, Silence, describe_publishers, explain, policy_name, twins
 
 RCLError = rclpy_implementation.RCLError
 TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
@@ -66,22 +68,27 @@ class TrainNode(Node):
         self.ros, self.config = config_from(self)
         check_path("output.map_path", self.ros.output.map_path)
         self.config = self._with_source()
+        self._sessions = Sessions(self.ros, lambda *words: self.mapper.command(*words), lambda: self.mapper.status(), self.get_logger().warning)
         self.mapper = make_mapper(self.config)
         self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
         for line in describe(self.mapper.resumed, self.config.checkpoint):
             self.get_logger().info(line)
-        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)
+        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None,
+                             cameras_of(self.ros), self._restarted)
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
-        self._hint, self._view_camera, self._resume_hint = "", None, ""
+        self._hint, self._view_camera, self._view_sensor, self._resume_hint = "", None, len(self.intake.cameras), ""
         self._twins, self._twins_at = "", 0.0
         self._limit, self._limits_told = ("", 0.0), set()  # what limits the map, without its numbers, since when; what was said of that
-        self._first_at, self._used_at, self._explained_at = None, time.monotonic(), 0.0
+        self._first_at, self._silence, self._explained_at = None, Silence(len(self.intake.cameras), time.monotonic()), 0.0
         self._images_at_finish = -1
         self._doubt_source(self.mapper.resumed and other_source(self.mapper.resumed.source, self.config.checkpoint.source))
         self._background, self._ending = concurrent.futures.ThreadPoolExecutor(1, "finish"), False
         self._command_lock = threading.Lock()
         self._subscribe()
+        self._clock_jumps = self.get_clock().create_jump_callback(  # held: it goes with its handle
+            JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=False),
+            post_callback=self._safely("a jump of the clock", lambda _: self.intake.clock_jumped(self.get_clock().now().nanoseconds)))
         self._serve()
         self.add_on_set_parameters_callback(self._set_parameters)
         self.web = self._open_viewer() if self.ros.web.enabled else None
@@ -104,9 +111,10 @@ class TrainNode(Node):
 
     def _with_source(self):
         """The engine's configuration with checkpoint.source: a player names the recording, otherwise it is the topics."""
-        c, (image, *_), source = self.config.checkpoint, inputs_of(self.ros), self.ros.intake.pose_source
-        poses = "tf" if source == "tf" else self.resolve_topic_name(self.ros.topics.pose)
-        return replace(self.config, checkpoint=replace(c, source=c.source or live_source(self.resolve_topic_name(image.topic), poses)))
+        c, topics, source = self.config.checkpoint, self.ros.topics, self.ros.intake.pose_source
+        images = ", ".join(self.resolve_topic_name(i.topic) for i in inputs_of(self.ros) if i.kind in ("image", "compressed"))
+        poses = "tf" if source == "tf" else self.resolve_topic_name(topics.path if source == "path" else topics.pose)
+        return replace(self.config, checkpoint=replace(c, source=c.source or live_source(images, poses)))
 
     def _doubt_source(self, text: str | None) -> None:
         """The frames may not be those of the map that was resumed: said once in the log, and in the status for good."""
@@ -115,7 +123,7 @@ class TrainNode(Node):
             self.get_logger().warning(text)
 
     def _receiver(self, source: Input):
-        return self._safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg))
+        return self._safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg, camera=source.camera))
 
     def _now_s(self) -> float:
         """The clock that frames wait by: that of the recording when it drives the node, else one that never jumps."""
@@ -125,13 +133,17 @@ class TrainNode(Node):
 
     def _take(self, frame: Frame) -> None:
         """A complete frame from the intake."""
-        self._used_at, self._hint, self.mapper.world_frame = time.monotonic(), "", self.intake.map_frame
+        now, self.mapper.world_frame = time.monotonic(), self.intake.map_frame
+        self._silence.used(frame.sensor, now)
+        if not self._silence.of(now, self.ros.watch.silence_s)[0]:
+            self._hint = ""
         if self._first_at is None:
             self._doubt_source(far_from_map(self.mapper.resumed, frame.T_world_cam))
-        self._first_at = self._first_at or self._used_at
-        self.outputs.frame_id = frame.frame_id
+        self._first_at = self._first_at or now
         self.outputs.stamp_delay_ms = (self.get_clock().now().nanoseconds - frame.stamp_ns) / 1e6
-        if frame.camera != self._view_camera:
+        if frame.sensor <= self._view_sensor:   # as Keyframes.shown
+            self.outputs.frame_id, self._view_sensor = frame.frame_id, frame.sensor
+        if frame.sensor == self._view_sensor and frame.camera != self._view_camera:
             self._view_camera, limit = frame.camera, self.ros.publish.render_width
             if 0 < limit < frame.camera.width:
                 height = max(1, round(frame.camera.height * limit / frame.camera.width))
@@ -142,9 +154,15 @@ class TrainNode(Node):
             self.mapper.ledger.dropped("internal_error")
             raise
 
-    def _correct(self, stamps, poses) -> None:
+    def _correct(self, *path) -> None:
         """A corrected path from the intake."""
-        self.mapper.command("correct", stamps, poses).add_done_callback(self._corrected)
+        self.mapper.command("correct", *path).add_done_callback(self._corrected)
+
+    def _restarted(self, lap: int) -> None:
+        """The stamps of images have jumped back."""
+        self._sessions.restarted(lap)
+        if self.ros.intake.map_on_time_jump != "keep":
+            self.outputs.mesh.clear()
 
     def _corrected(self, done) -> None:
         if done.exception() is not None:
@@ -175,12 +193,12 @@ class TrainNode(Node):
 
     def _explain_silence(self, now: float) -> None:
         if self.mapper.ledger.counts().frames_in == self._images_at_finish:
-            self._used_at = now  # the recording is over: silence is no surprise until another image comes
-        watch, silent_s = self.ros.watch, now - self._used_at
-        if silent_s < watch.silence_s or now < self._explained_at + (watch.repeat_s if self._hint else 0):
+            self._silence.expected(now)  # the recording is over: silence is no surprise until another image comes
+        watch, (silent, silent_s) = self.ros.watch, self._silence.of(now, self.ros.watch.silence_s)
+        if not silent or now < self._explained_at + (watch.repeat_s if self._hint else 0):
             return
         self._explained_at = now
-        self._hint = explain(self, self.inputs, self.intake, silent_s)
+        self._hint = explain(self, self.inputs, self.intake, silent_s, silent)
         self.get_logger().warning(self._hint)
 
     def _explain_limit(self, now: float) -> None:

@@ -47,9 +47,9 @@ def as_bad(error: Exception) -> BadMessage:
 
 
 class OneCamera:
-    """Owned by the Intake. dropped: called with what an image was dropped for."""
+    """Owned by the Intake. dropped: called with itself and what an image was dropped for."""
 
-    def __init__(self, config: IntakeConfig, name: str, sensor: int, poses: Poses, holdout_every: int, dropped: Callable[[BadMessage], None]):
+    def __init__(self, config: IntakeConfig, name: str, sensor: int, poses: Poses, holdout_every: int, dropped: Callable[[OneCamera, BadMessage], None]):
         self.config, self.name, self.sensor, self._poses, self._holdout_every, self._dropped = config, name, sensor, poses, holdout_every, dropped
         points = config.depth_source == "points"
         self.inputs = {kind: InputLog() for kind in ("image", "points" if points else "depth", "info", *(["mask"] if config.mask != "off" else []))}
@@ -123,7 +123,7 @@ class OneCamera:
 
     def drop(self, error: BadMessage) -> None:
         self.last_problem = str(error)
-        self._dropped(error)
+        self._dropped(self, error)
 
     # ---- completing --------------------------------------------------------------------------------------------------
 
