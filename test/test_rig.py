@@ -5,6 +5,7 @@ import messages as m
 import numpy as np
 import pytest
 
+from conftest import importorskip
 from spirula_gpu.camera import Frame
 from spirula_gpu.config import Config, replaced
 from spirula_gpu.correct import Scale, motions
@@ -86,7 +87,7 @@ def test_names_that_do_not_fit_are_refused(values, why):
 
 
 def test_the_topics_of_every_camera():
-    pytest.importorskip("rclpy", reason="source a ROS 2 installation for this Python")
+    importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
     from spirula_ros.inputs import inputs_of
     ros, _ = split({"topics.cameras": "front, rear", "topics.image": "/{camera}/image", "topics.camera_info": "/{camera}/info", "topics.points": "/lidar", "intake.depth_source": "points",
                     "intake.mask": "require", "topics.mask": "/{camera}/mask", "topics.image_transport": "compressed"})
@@ -441,3 +442,10 @@ def test_a_recording_in_which_two_cameras_would_share_a_topic_is_refused(rig_bag
             pick_topics(bag, {"image": "/{camera}/image_raw", "info": "/{camera}/camera_info", "depth": "/front/depth"}, ros)
         topics = pick_topics(bag, {"image": "/{camera}/image_raw", "info": "/{camera}/camera_info", "depth": "/{camera}/depth"}, ros)
     assert topics.camera_of("/rear/depth") == "rear" and topics.camera_of("/tf") == "" and len(topics.chosen()) == 8
+
+
+def test_a_recording_of_two_cameras_through_the_node(rig_bag, tmp_path, monkeypatch):
+    importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
+    monkeypatch.chdir(tmp_path)
+    through = replayed(rig_bag, "--via-ros", *RIG)
+    assert through["frames"]["in"] == through["images_sent"] == 96 and set(through["heldout_psnr_by_camera"]) == {"0", "1"} and through["heldout_psnr"] > 20

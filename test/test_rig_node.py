@@ -13,7 +13,7 @@ from sensor_msgs.msg import CameraInfo, Image
 from spirula_gpu.camera import Camera
 from spirula_ros.node import TrainNode
 from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
-from test_node import BEST_EFFORT, LATCHED, MapStatus, Rig, rig  # noqa: F401
+from test_node import BEST_EFFORT, LATCHED, MapStatus, rig, ros  # noqa: F401
 
 BODY, REAR = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, -0.2, 0.0, 1.0, 0.0, 0.0)
 CAMERAS = {"front": Camera(64, 48, 60.0, 60.0, 32.0, 24.0), "rear": Camera(32, 24, 30.0, 30.0, 16.0, 12.0)}
@@ -80,3 +80,20 @@ def test_bad_start_values_of_several_cameras_and_time(ros_domain, values, why):
     from fake_mapper import FakeMapper
     with pytest.raises(ValueError, match=why):
         TrainNode(FakeMapper, parameter_overrides=[Parameter(name, value=value) for name, value in values.items()])
+
+
+@pytest.mark.parametrize("rig", [{"use_sim_time": True, "intake.wait_s": 30.0}], indirect=True)
+def test_a_jump_of_the_ros_clock_alone_forgets_waiting_images(rig):  # noqa: F811
+    rig.connected()
+    clock = rig.robot.create_publisher(Clock, "/clock", BEST_EFFORT)
+    rig.until(clock.get_subscription_count)
+    rig.sent = 100   # stamps of 10 s
+    clock.publish(Clock(clock=header(10_100_000_000, "").stamp))
+    rig.send_frame("no pose")
+    rig.until(lambda: rig.node.intake.pending == 1)
+    clock.publish(Clock(clock=header(9_900_000_000, "").stamp))
+    rig.spin(0.2)
+    assert rig.node.intake.pending == 1, "0.2 s back is no restart"
+    clock.publish(Clock(clock=header(1_000_000_000, "").stamp))
+    rig.until(lambda: rig.mapper.ledger.counts().dropped == {"time_jump": 1})
+    assert rig.node.intake.lap == 1 and rig.node.intake.pending == 0
