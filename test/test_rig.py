@@ -444,8 +444,9 @@ def test_a_recording_in_which_two_cameras_would_share_a_topic_is_refused(rig_bag
     assert topics.camera_of("/rear/depth") == "rear" and topics.camera_of("/tf") == "" and len(topics.chosen()) == 8
 
 
-def test_a_recording_of_two_cameras_through_the_node(rig_bag, tmp_path, monkeypatch):
+def test_a_recording_of_two_cameras_through_the_node(rig_bag, tmp_path, monkeypatch, ros_domain):
     importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROS_DOMAIN_ID", str(ros_domain))
     through = replayed(rig_bag, "--via-ros", *RIG)
     assert through["frames"]["in"] == through["images_sent"] == 96 and set(through["heldout_psnr_by_camera"]) == {"0", "1"} and through["heldout_psnr"] > 20
