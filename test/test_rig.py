@@ -8,11 +8,10 @@ import pytest
 from conftest import importorskip
 from spirula_gpu.camera import Frame
 from spirula_gpu.config import Config, replaced
-from spirula_gpu.correct import Scale, motions
+from spirula_gpu.correct import motions
 from spirula_gpu.gate import Gate
 from spirula_gpu.keyframes import Keyframe, Keyframes
-from spirula_gpu.mapper import Mapper
-from spirula_gpu.output import HeldOut
+from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.report import FrameLedger
 from spirula_gpu.track import Moments, Track
 from spirula_gpu.trajectory import write_poses_of
@@ -187,6 +186,7 @@ def test_images_from_before_a_restart_that_come_after_it_start_no_other_lap():
         rig.both(T0 + i * PERIOD)
     rig.pose(T0)
     rig.image("front", T0)
+    rig.pose(T0 + 100 * PERIOD)
     rig.image("rear", T0 + 100 * PERIOD)
     rig.image("rear", T0)
     rig.both(T0 + PERIOD)
@@ -385,8 +385,15 @@ def test_a_map_of_two_cameras_resumes_bit_for_bit(laps):
     assert resumed._track.lap == laps - 1 and len(resumed._track) == 28 * laps + 1, "what comes goes on in the newest lap"
 
 
-def test_what_is_shown_stays_with_the_first_camera():
+def test_both_cameras_are_measured_and_what_is_shown_stays_with_the_first():
     mapper = two_cameras(n=6)
+    results = mapper.evaluate()
+    assert [h.frame.sensor for h in results] == [0, 1] and results[0].frame.stamp_ns == results[1].frame.stamp_ns
+    assert mapper.status().heldout_psnr == pytest.approx(np.mean([h.psnr for h in results])) and results[0].psnr != results[1].psnr
+    mapper.wants = Wants(path=True)
+    mapper._show_path(1e9)
+    np.testing.assert_array_equal(mapper.path.get().T_world_cam, [k.frame.T_world_cam for k in mapper._keyframes if k.frame.sensor == 0])
+    assert (np.diff(mapper.path.get().stamps_ns) > 0).all()
     snapshot = mapper._snapshot()
     last = [k.frame for k in mapper._keyframes if k.frame.sensor == 0][-1]
     assert mapper._keyframes.newest.frame.sensor == 1 and snapshot.stamp_ns == last.stamp_ns
