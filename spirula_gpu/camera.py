@@ -44,7 +44,8 @@ class Frame:
     """One posed image. rgb [H,W,3] uint8; depth_m [H,W] float32, camera z in metres, 0 = unknown, or None; samples of a lidar, with gaps between
     them, are depth too (points.fill);
     T_world_cam [4,4] float64, camera axes x right, y down, z forward; held_out: only ever used to measure the map;
-    mask [H,W] uint8, 0 = what is seen there is not of the scene (a person, the robot itself), or None."""
+    mask [H,W] uint8, 0 = what is seen there is not of the scene (a person, the robot itself), or None;
+    sensor: which camera of the robot took it; lap: how often the clock of the stamps had been restarted before."""
     stamp_ns: int
     camera: Camera
     T_world_cam: np.ndarray
@@ -53,6 +54,8 @@ class Frame:
     held_out: bool = False
     frame_id: str = "camera"
     mask: np.ndarray | None = None
+    sensor: int = 0
+    lap: int = 0
 
     def __post_init__(self):
         size = (self.camera.height, self.camera.width)
@@ -69,6 +72,11 @@ class Frame:
             raise ValueError("T_world_cam: the rotation is not orthonormal to 1e-3")
         if np.abs(self.T_world_cam[:3, 3]).max() > MAX_M:
             raise ValueError(f"T_world_cam: {self.T_world_cam[:3, 3].tolist()} is more than {MAX_M:g} m from the map's origin; the map needs one nearby")
+
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """(lap, stamp in ns, sensor): no two frames share it."""
+        return self.lap, self.stamp_ns, self.sensor
 
     @property
     def T_cam_world(self) -> np.ndarray:

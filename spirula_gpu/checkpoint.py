@@ -11,17 +11,17 @@ import numpy as np
 from .camera import Camera, Frame
 from .checkpoint_file import BYTES, OTHER_PROGRAM, Reader, Section, write_file
 from .config import Config, EngineConfig, rows
-from .correct import Track
-from .keyframes import Gated
+from .gate import Gated
 from .native import GAUSSIANS, Engine, NativeError, forecast
 from .report import FrameCounts
+from .track import Moments, Track
 
 CHUNK_BYTES = 1 << 26  # of a row of the map that are in host memory at once
 FLOATS, DOUBLES, STAMPS = np.dtype("<f4"), np.dtype("<f8"), np.dtype("<i8")
 KEYFRAME, HELD_OUT, WAITING = range(3)  # what a frame is to the map; waiting: in the inbox
 FRAME = np.dtype([("kind", "u1"), ("held_out", "u1"), ("has_depth", "u1"), ("has_mask", "u1"), ("frame_id", "<u4"), ("id", "<i8"), ("loss", "<f8"), ("stamp_ns", "<i8"),
                   ("size", "<i4", (2,)), ("intrinsics", "<f8", (4,)), ("T_world_cam", "<f8", (4, 4)), ("T_given", "<f8", (4, 4)),
-                  ("log_gain", "<f8", (3,)), ("steps", "<i8")])
+                  ("log_gain", "<f8", (3,)), ("steps", "<i8"), ("sensor", "<i8"), ("lap", "<i8")])
 
 
 class Stored(NamedTuple):
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 class Past(NamedTuple):
     """What a corrected path needs to know of frames that are not kept."""
     track: Track
-    owners: np.ndarray   # [ids] int64 ns: the stamp of each keyframe there has been, by its id, which is the owner of its Gaussians
+    owners: Moments   # [ids]: when each keyframe there has been was taken, by its id, which is the owner of its Gaussians
 
 
 class Resumed(NamedTuple):
@@ -64,9 +64,9 @@ def write_map(path: str | os.PathLike, engine: Engine, frames: list[Stored], gat
     depths = [s.frame.depth_m for s in frames if s.frame.depth_m is not None]
     masks = [s.frame.mask for s in frames if s.frame.mask is not None]
     sections = [Section(name, BYTES, _row_shape(row), _row_pieces(engine, name, row.used_bytes)) for name, row in saved.items()]
-    sections += [_whole("frames", table), _whole("gate.poses", np.ascontiguousarray(gated.poses, DOUBLES)), _whole("gate.stamps", gated.stamps.astype(STAMPS)),
-                 _whole("gate.sharpness", np.array(gated.sharpness, DOUBLES)), _whole("track.stamps", past.track.stamps.astype(STAMPS)),
-                 _whole("track.poses", past.track.poses.astype(DOUBLES)), _whole("owners", past.owners.astype(STAMPS)),
+    sections += [_whole("frames", table), _whole("gate.poses", np.ascontiguousarray(gated.poses, DOUBLES)), _whole("gate.moments", gated.moments.table().astype(STAMPS)),
+                 _whole("gate.sharpness", np.array(gated.sharpness, DOUBLES).reshape(-1, 2)), _whole("track.moments", past.track.moments.table().astype(STAMPS)),
+                 _whole("track.poses", past.track.poses.astype(DOUBLES)), _whole("owners", past.owners.table().astype(STAMPS)),
                  Section("frames.rgb", BYTES, (sum(s.frame.rgb.size for s in frames),), (np.ascontiguousarray(s.frame.rgb) for s in frames)),
                  Section("frames.depth_m", FLOATS, (sum(d.size for d in depths),), (np.ascontiguousarray(d) for d in depths)),
                  Section("frames.mask", BYTES, (sum(m.size for m in masks),), (np.ascontiguousarray(m) for m in masks))]
@@ -80,7 +80,7 @@ def _whole(name: str, array: np.ndarray) -> Section:
 def _record(s: Stored, frame_ids: list[str]) -> tuple:
     f, c = s.frame, s.frame.camera
     return (s.kind, f.held_out, f.depth_m is not None, f.mask is not None, frame_ids.index(f.frame_id), s.id, s.loss, f.stamp_ns, (c.width, c.height), (c.fx, c.fy, c.cx, c.cy), f.T_world_cam,
-            f.T_world_cam if s.T_given is None else s.T_given, s.log_gain, s.steps)
+            f.T_world_cam if s.T_given is None else s.T_given, s.log_gain, s.steps, f.sensor, f.lap)
 
 
 def _row_shape(row) -> tuple[int, int]:
@@ -150,20 +150,26 @@ def read_frames(reader: Reader) -> Iterator[Stored]:
             rgb = take_rgb((camera.height, camera.width, 3))
             depth_m = take_depth((camera.height, camera.width)) if r["has_depth"] else None
             mask = take_mask((camera.height, camera.width)) if r["has_mask"] else None
-            yield Stored(int(r["kind"]), Frame(int(r["stamp_ns"]), camera, r["T_world_cam"].copy(), rgb, depth_m, bool(r["held_out"]), ids[r["frame_id"]], mask),
+            yield Stored(int(r["kind"]), Frame(int(r["stamp_ns"]), camera, r["T_world_cam"].copy(), rgb, depth_m, bool(r["held_out"]), ids[r["frame_id"]], mask, int(r["sensor"]), int(r["lap"])),
                          int(r["id"]), float(r["loss"]), r["T_given"].copy(), r["log_gain"].copy(), int(r["steps"]))
 
 
 def read_gate(reader: Reader) -> Gated:
-    poses = reader.array("gate.poses", DOUBLES, (-1, 4, 4))
-    return Gated(poses, reader.array("gate.stamps", STAMPS, (len(poses),)), reader.array("gate.sharpness", DOUBLES, (-1,)).tolist(), reader.facts["last_stamp_ns"])
+    poses, sharpness = reader.array("gate.poses", DOUBLES, (-1, 4, 4)), reader.array("gate.sharpness", DOUBLES, (-1, 2))
+    return Gated(poses, _moments(reader, "gate.moments", len(poses)), [(int(sensor), float(value)) for sensor, value in sharpness])
 
 
 def read_past(reader: Reader) -> Past:
-    stamps = reader.array("track.stamps", STAMPS, (-1,))
-    if (np.diff(stamps) <= 0).any():
+    moments = _moments(reader, "track.moments")
+    rows = list(map(tuple, moments.table().tolist()))
+    if any(a >= b for a, b in zip(rows, rows[1:])):
         reader.refuse("the stamps of the track do not increase")
-    return Past(Track(stamps, reader.array("track.poses", DOUBLES, (len(stamps), 4, 4))), reader.array("owners", STAMPS, (-1,)))
+    laps, stamps, sensors = moments
+    return Past(Track(stamps, reader.array("track.poses", DOUBLES, (len(stamps), 4, 4)), laps, sensors), _moments(reader, "owners"))
+
+
+def _moments(reader: Reader, name: str, n: int = -1) -> Moments:
+    return Moments.rows(reader.array(name, STAMPS, (n, 3)))
 
 
 def read_counts(reader: Reader) -> FrameCounts:

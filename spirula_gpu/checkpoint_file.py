@@ -20,7 +20,7 @@ from typing import Any, Iterable, NamedTuple
 
 import numpy as np
 
-MAGIC, VERSION = b"SPIRULA\x1a", 4
+MAGIC, VERSION = b"SPIRULA\x1a", 5
 HEAD, CRC = struct.Struct("<8sIIQQ"), struct.Struct("<I")
 HEAD_BYTES = HEAD.size + CRC.size
 MAX_TABLE_BYTES = 1 << 22

@@ -12,50 +12,16 @@ import numpy as np
 
 from .camera import Frame
 from .native import Engine
+from .track import Moments, Track
 
 MAX_GAP_NS = 200_000_000  # poses are interpolated over at most this
 MOVED_PX = 0.5            # what moves the image less than this is left alone
+NEVER = np.iinfo(np.int64).max   # a stamp
 PIECE = 1 << 14           # Gaussians that are in host memory at once, about 10 MB
 
 
 class PathError(ValueError):
     """A path that says nothing about the frames, or that cannot be meant; the text says why and what to do."""
-
-
-class Track:
-    """Every frame that came: its stamp and its pose as given, sorted by stamp; 136 bytes a frame. A stamp that comes again replaces the old
-    pose. The owner guards it."""
-
-    def __init__(self, stamps: np.ndarray = np.empty(0, np.int64), poses: np.ndarray = np.empty((0, 4, 4))):
-        self._n, self._stamps, self._poses = len(stamps), np.array(stamps, np.int64), np.array(poses, np.float64)
-
-    def __len__(self) -> int:
-        return self._n
-
-    @property
-    def stamps(self) -> np.ndarray:
-        """[n] int64 ns, a view."""
-        return self._stamps[:self._n]
-
-    @property
-    def poses(self) -> np.ndarray:
-        """[n,4,4], a view: writing moves the frames."""
-        return self._poses[:self._n]
-
-    def correct(self, found: Motions) -> None:
-        """Frames that came after `found` was found stay."""
-        D, moved = found.of(self.stamps)
-        self.poses[moved] = (D @ self.poses)[moved]
-
-    def add(self, stamp_ns: int, T_world_cam: np.ndarray) -> None:
-        at, n = int(np.searchsorted(self.stamps, stamp_ns)), self._n
-        if at < n and self._stamps[at] == stamp_ns:
-            self._poses[at] = T_world_cam
-            return
-        if n == len(self._stamps):
-            self._stamps, self._poses = (np.concatenate([x, np.empty_like(x, shape=(max(n, 64), *x.shape[1:]))]) for x in (self._stamps, self._poses))
-        self._stamps[at + 1:n + 1], self._poses[at + 1:n + 1] = self._stamps[at:n].copy(), self._poses[at:n].copy()  # nothing, unless it comes late
-        self._stamps[at], self._poses[at], self._n = stamp_ns, T_world_cam, n + 1
 
 
 class Scale(NamedTuple):
@@ -71,24 +37,29 @@ class Scale(NamedTuple):
 
 class Motions(NamedTuple):
     """For each frame of the track: D [n,4,4], and whether it moves visibly."""
-    stamps: np.ndarray
+    moments: Moments
     D: np.ndarray
     moved: np.ndarray
 
-    def of(self, stamps) -> tuple[np.ndarray, np.ndarray]:
-        """(D [m,4,4], moved [m]) of frames with these stamps; one that is not of the track stays."""
-        at = np.clip(np.searchsorted(self.stamps, stamps), 0, len(self.stamps) - 1)
-        return self.D[at], self.moved[at] & (self.stamps[at] == stamps)
+    def of(self, moments: Moments) -> tuple[np.ndarray, np.ndarray]:
+        """(D [m,4,4], moved [m]) of frames taken then; one that is not of the track stays."""
+        at, known = self.moments.find(moments)
+        return self.D[at], self.moved[at] & known
 
     def place(self, frame: Frame) -> Frame:
-        (D,), (moves,) = self.of([frame.stamp_ns])
+        (D,), (moves,) = self.of(Moments.of([frame]))
         return replace(frame, T_world_cam=D @ frame.T_world_cam) if moves else frame
+
+    def apply(self, track: Track) -> None:
+        """Frames that came after these were found stay."""
+        D, moved = self.of(track.moments)
+        track.poses[moved] = (D @ track.poses)[moved]
 
 
 def as_one(found: Motions, G: np.ndarray, T: np.ndarray, scale: Scale) -> Motions:
     """All frames, whose cameras are at T [n,4,4], by G [4,4]."""
     D = np.broadcast_to(G, found.D.shape)
-    return Motions(found.stamps, D, scale.px(D @ T, T) > MOVED_PX)
+    return Motions(found.moments, D, scale.px(D @ T, T) > MOVED_PX)
 
 
 def mean_motion(T: np.ndarray, T_new: np.ndarray) -> np.ndarray:
@@ -107,33 +78,50 @@ class Corrected(NamedTuple):
     gaussians: int
 
 
-def motions(track: Track, stamps: np.ndarray, poses: np.ndarray, scale: Scale) -> Motions:
-    """What a path of the camera, stamps [m] int64 ns and poses [m,4,4], changes in the track. Raises PathError.
+def motions(track: Track, stamps: np.ndarray, poses: np.ndarray, scale: Scale, sensors: np.ndarray | None = None) -> Motions:
+    """What a path of the cameras, stamps [m] int64 ns, poses [m,4,4] and sensors [m] (None: all of camera 0), changes in the newest lap of the track; what was before
+    the clock was restarted stays. Raises PathError.
 
-    Where path and track meet, D is exact; frames between two such places get a mean of both motions, taken about the camera, since drift is smooth; those
-    before the first get its motion, those after the last too until the poses themselves jump into the corrected frame. A path may be sparse
-    (keyframes of a SLAM) or dense (another sensor): the denser of path and track is interpolated at the stamps of the other."""
+    Where path and track of a camera meet, D is exact, for all cameras: it is a motion of the world. Frames between two such places get a mean of both motions, taken
+    about the camera, since drift is smooth; those before the first get its motion, those after the last too until the poses themselves jump into the corrected frame.
+    A path may be sparse (keyframes of a SLAM) or dense (another sensor): the denser of path and track is interpolated at the stamps of the other."""
     order = np.argsort(stamps, kind="stable")
     stamps, poses = np.asarray(stamps, np.int64)[order], np.asarray(poses, np.float64)[order]
-    if not len(stamps) or not len(track):
-        raise PathError(f"a path of {len(stamps)} poses for {len(track)} frames: nothing to correct")
+    sensors = np.zeros(len(stamps), np.int64) if sensors is None else np.asarray(sensors, np.int64)[order]
+    newest, found, why = track.moments.laps == track.lap, [], PathError(f"a path of {len(stamps)} poses for {len(track)} frames: nothing to correct")
+    of = {sensor: np.flatnonzero(newest & (track.moments.sensors == sensor)) for sensor in np.unique(sensors) if len(track)}
+    for sensor, mine in of.items():
+        try:
+            if len(mine):
+                found.append(_anchors(track.stamps[mine], track.poses[mine], stamps[sensors == sensor], poses[sensors == sensor], scale))
+        except PathError as e:
+            why = e
+    if not found:
+        raise why
+    at, first = np.unique(np.concatenate([at for at, _ in found]), return_index=True)
+    D_at, D = np.concatenate([D for _, D in found])[first], np.tile(np.eye(4), (len(track), 1, 1))
+    D[newest] = _spread(at, D_at, track.stamps[newest], track.poses[newest])
+    D[newest & (track.stamps >= min(_jump(track.stamps[mine], track.poses[mine], at[-1], D_at[-1], scale) for mine in of.values()))] = np.eye(4)
+    return Motions(Moments(*(x.copy() for x in track.moments)), D, scale.px(D @ track.poses, track.poses) > MOVED_PX)
+
+
+def _anchors(known_at: np.ndarray, known_T: np.ndarray, stamps: np.ndarray, poses: np.ndarray, scale: Scale) -> tuple[np.ndarray, np.ndarray]:
+    """(stamps [k], D [k,4,4]) where the path of one camera, stamps [m] and poses [m,4,4], meets its track, known_at [n] and known_T [n,4,4]. Raises PathError."""
     if (np.diff(stamps) == 0).any():
         raise PathError(f"{(np.diff(stamps) == 0).sum() + 1} of {len(stamps)} poses of the path share a stamp: each must have that of its measurement (a planned path has not)")
-    if _gap(stamps) < _gap(track.stamps):
-        at, T_old = track.stamps, track.poses
+    if _gap(stamps) < _gap(known_at):
+        at, T_old = known_at, known_T
         T_new, known = interpolated(stamps, poses, at)
     else:
         at, T_new = stamps, poses
-        T_old, known = interpolated(track.stamps, track.poses, at)
+        T_old, known = interpolated(known_at, known_T, at)
     if not known.any():
-        raise PathError(f"none of the path's {len(stamps)} poses, stamps {stamps[0] / 1e9:.3f} to {stamps[-1] / 1e9:.3f}, lies within {MAX_GAP_NS / 1e9:g} s of two of the {len(track)} frames, "
-                        f"{track.stamps[0] / 1e9:.3f} to {track.stamps[-1] / 1e9:.3f}: do both use the same clock?")
+        raise PathError(f"none of the path's {len(stamps)} poses, stamps {stamps[0] / 1e9:.3f} to {stamps[-1] / 1e9:.3f}, lies within {MAX_GAP_NS / 1e9:g} s of two of the {len(known_at)} frames, "
+                        f"{known_at[0] / 1e9:.3f} to {known_at[-1] / 1e9:.3f}: do both use the same clock?")
     at, T_old, T_new = at[known], T_old[known], T_new[known]
-    D_at = T_new @ np.linalg.inv(T_old)
-    _refuse_other_body(T_old, T_new, D_at, scale)
-    D = _spread(at, D_at, track.stamps, track.poses)
-    D[_jump(track, int(np.searchsorted(track.stamps, at[-1], "right")), D_at[-1], scale):] = np.eye(4)
-    return Motions(track.stamps.copy(), D, scale.px(D @ track.poses, track.poses) > MOVED_PX)
+    D = T_new @ np.linalg.inv(T_old)
+    _refuse_other_body(T_old, T_new, D, scale)
+    return at, D
 
 
 def _gap(stamps: np.ndarray) -> float:
@@ -150,14 +138,14 @@ def _refuse_other_body(T_old: np.ndarray, T_new: np.ndarray, D: np.ndarray, scal
                         "path of another body; set intake.T_body_camera, or topics.path to the path of the body that topics.pose gives")
 
 
-def _jump(track: Track, first: int, D: np.ndarray, scale: Scale) -> int:
-    """The first frame from `first` on that goes on from where D has moved the one before, at the same speed, and not from where that one was."""
-    n, T = len(track), track.poses
+def _jump(stamps: np.ndarray, T: np.ndarray, last_ns: int, D: np.ndarray, scale: Scale) -> int:
+    """The stamp of the first frame of a camera after last_ns that goes on from where D has moved the one before, at the same speed, and not from where that one was."""
+    n, first = len(T), int(np.searchsorted(stamps, last_ns, "right"))
     if first < 2 or first >= n:
-        return n
+        return NEVER
     expected = T[first - 1:n - 1] @ np.linalg.inv(T[first - 2:n - 2]) @ T[first - 1:n - 1]
     jumped = scale.px(T[first:], D @ expected) < scale.px(T[first:], expected)
-    return first + int(np.argmax(jumped)) if jumped.any() else n
+    return int(stamps[first + np.argmax(jumped)]) if jumped.any() else NEVER
 
 
 def _spread(anchors: np.ndarray, D: np.ndarray, stamps: np.ndarray, T: np.ndarray) -> np.ndarray:

@@ -46,6 +46,10 @@ class Inbox:
             self._frames = deque((arrival, change(frame)) for arrival, frame in self._frames)
 
     def drop_all(self, reason: str) -> None:
+        self.drop(reason, lambda frame: True)
+
+    def drop(self, reason: str, which: Callable[[Frame], bool]) -> None:
         with self._lock:
-            self._ledger.dropped(reason, len(self._frames))
-            self._frames.clear()
+            kept = deque(item for item in self._frames if not which(item[1]))
+            self._ledger.dropped(reason, len(self._frames) - len(kept))
+            self._frames = kept

@@ -1,81 +1,27 @@
-"""Which frames become keyframes, and which keyframe is trained next."""
+"""The keyframes, and which of them is trained next."""
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from dataclasses import replace
-from typing import Iterable, NamedTuple
+from typing import Iterable
 
-import cv2
 import numpy as np
 
 from .align import exp_se3, log_se3
 from .camera import Frame
-from .config import GateConfig, TrainConfig
+from .config import TrainConfig
 from .correct import Motions, Scale, mean_motion
 from .exposure import corrected
 from .native import Engine, View
+from .track import Moments
 
 
 SKEWED = 5e-4      # entries of R R^T - 1; a frame may have twice that
-GATE_POSES = 2000  # keyframes that a new frame is compared with
 NEAR, NEAR_FROM = (0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0, 11.0, 16.0, 32.0, 64.0), 500   # keyframes: over so many (sigma) corrections of the poses may be alike; as the newest say
 MOST_TARGETS = 64  # images at the exposure of the map that are kept; another one costs a look-up of each byte when its keyframe is chosen
 JUDGED_STEPS, JUDGED_LEAST, JUDGED_EVERY = 8, 12, 32   # a keyframe is judged after so many steps, beside so many others; the limit is found again after so many choices
 UNFIT_SIGMAS, UNFIT_FACTOR = 4.0, 1.8                   # unfit: a loss so many robust deviations (of logarithms) and so many times above the median
 RARELY = 0.05                                           # what is unfit is trained as if its loss were this share of the median
-
-
-class Gated(NamedTuple):
-    """What the gate remembers."""
-    poses: np.ndarray          # [G,4,4] float64 T_world_cam of the newest keyframes, at most GATE_POSES
-    stamps: np.ndarray         # [G] int64 ns, of the same
-    sharpness: list[float]     # of the newest frames
-    last_stamp_ns: int | None  # of the newest keyframe
-
-
-class Gate:
-    """Accepts a frame that shows something new and is sharp. The mapper's lock guards it."""
-
-    def __init__(self):
-        self.clear()
-
-    def clear(self) -> None:
-        self._poses, self._stamps = np.empty((0, 4, 4)), np.empty(0, np.int64)
-        self._last_stamp_ns = None
-        self._sharpness = deque(maxlen=20)
-
-    def state(self) -> Gated:
-        return Gated(self._poses, self._stamps, list(self._sharpness), self._last_stamp_ns)
-
-    def resume(self, state: Gated) -> None:
-        self.clear()
-        self._poses, self._stamps, self._last_stamp_ns = state.poses, state.stamps, state.last_stamp_ns
-        self._sharpness.extend(state.sharpness)
-
-    def correct(self, motions: Motions) -> None:
-        D, moved = motions.of(self._stamps)
-        self._poses = np.where(moved[:, None, None], D @ self._poses, self._poses)
-
-    def refuses(self, frame: Frame, config: GateConfig) -> str | None:
-        """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`)."""
-        sharpness = float(cv2.Laplacian(cv2.cvtColor(frame.rgb, cv2.COLOR_RGB2GRAY), cv2.CV_32F).var())
-        self._sharpness.append(sharpness)
-        if not self._is_new(frame, config):
-            return "not_keyframe"
-        if sharpness < config.min_sharpness * float(np.median(self._sharpness)):
-            return "blurred"
-        self._poses = np.concatenate([self._poses[1 - GATE_POSES:], frame.T_world_cam[None]])
-        self._stamps = np.append(self._stamps[1 - GATE_POSES:], frame.stamp_ns)
-        self._last_stamp_ns = frame.stamp_ns
-        return None
-
-    def _is_new(self, frame: Frame, config: GateConfig) -> bool:
-        if self._last_stamp_ns is None or abs(frame.stamp_ns - self._last_stamp_ns) >= config.max_interval_s * 1e9:
-            return True
-        moved = np.linalg.norm(self._poses[:, :3, 3] - frame.T_world_cam[:3, 3], axis=1) >= config.min_translation_m
-        traces = np.einsum("nij,ij->n", self._poses[:, :3, :3], frame.T_world_cam[:3, :3])
-        turned = np.degrees(np.arccos(np.clip((traces - 1) / 2, -1, 1))) >= config.min_rotation_deg
-        return bool((moved | turned).all())
 
 
 class Keyframe:
@@ -161,10 +107,16 @@ def nearness(away: np.ndarray, near: float) -> np.ndarray:
     return np.exp(-((away / near) ** 2) / 2)
 
 
+def _seconds(keyframes: list[Keyframe], stamps_ns) -> tuple[np.ndarray, np.ndarray]:
+    """Stamps of the keyframes, and those given, since the first keyframe's: ns since 1970 are more than float64 has digits for."""
+    known = np.array([k.frame.stamp_ns for k in keyframes], np.int64)
+    return (known - known.min()) / 1e9, (np.asarray(stamps_ns, np.int64) - known.min()) / 1e9
+
+
 def correct(keyframes: Iterable[Keyframe], found: Motions, moves: Motions, as_one: bool = False) -> int:
     """What a corrected path has found moves those poses as given that it moves visibly, and the cameras by `moves`. Returns how many cameras."""
-    stamps = np.array([k.frame.stamp_ns for k in keyframes], np.int64)
-    (D, said), (M, moved) = found.of(stamps), moves.of(stamps)
+    moments = Moments.of(k.frame for k in keyframes)
+    (D, said), (M, moved) = found.of(moments), moves.of(moments)
     for keyframe, D_k, is_said, M_k, moves_k in zip(keyframes, D, said, M, moved):
         keyframe.correct(D_k if is_said else np.eye(4), M_k if moves_k else None, as_one)
     return int(moved.sum())
@@ -209,6 +161,30 @@ class Keyframes:
     def newest(self) -> Keyframe:
         return self._all[-1]
 
+    @property
+    def shown(self) -> Keyframe:
+        """The newest of the first camera that has any: what is shown does not turn from one camera to another."""
+        first = min(k.frame.sensor for k in self._all)
+        return self.newest_of(first)
+
+    def newest_of(self, sensor: int) -> Keyframe | None:
+        return next((k for k in reversed(self._all) if k.frame.sensor == sensor), None)
+
+    @property
+    def cameras(self) -> int:
+        return len({k.frame.sensor for k in self._all})
+
+    def beside(self, frame: Frame) -> list[Keyframe]:
+        """Those of its camera and its lap, in the order in which they came."""
+        return [k for k in self._all if k.frame.sensor == frame.sensor and k.frame.lap == frame.lap]
+
+    def _groups(self, keyframes: list[Keyframe]) -> list[list[int]]:
+        """Indices of those of one camera in one lap each."""
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, k in enumerate(keyframes):
+            groups[k.frame.lap, k.frame.sensor].append(i)
+        return list(groups.values())
+
     def add(self, keyframe: Keyframe, config: TrainConfig) -> None:
         """Keeps within max_keyframes and keyframes_mb."""
         self._all.append(keyframe)
@@ -220,33 +196,32 @@ class Keyframes:
             self.bytes, gone.targets = self.bytes - gone.bytes, None
 
     def _most_redundant(self) -> int:
-        """The keyframe whose neighbours in time are nearest to each other; the newest one stays."""
-        t = np.array([k.frame.T_world_cam[:3, 3] for k in self._all])
-        return 1 + int(np.argmin(np.linalg.norm(t[2:] - t[:-2], axis=1)))
+        """The keyframe whose neighbours in time, of its camera, are nearest to each other; the newest one stays."""
+        t, apart = np.array([k.frame.T_world_cam[:3, 3] for k in self._all]), np.full(len(self._all), np.inf)
+        for group in self._groups(self._all):
+            apart[group[1:-1]] = np.linalg.norm(t[group[2:]] - t[group[:-2]], axis=1)
+        return int(np.argmin(apart)) if np.isfinite(apart).any() else 0
 
-    def log_gain_at(self, stamps_ns) -> np.ndarray:
-        """[...,3]: exposure at those times [...] over the map's, between those of the keyframes before and after."""
-        stamps_ns = np.asarray(stamps_ns, np.int64)
-        if not self._all:
-            return np.zeros((*stamps_ns.shape, 3))
-        known, at = self._seconds(stamps_ns)
-        order, gains = np.argsort(known, kind="stable"), np.array([k.log_gain for k in self._all])
+    def log_gain_at(self, stamps_ns, sensor: int = 0, lap: int = 0) -> np.ndarray:
+        """[...,3]: exposure of a camera at those times [...] over the map's, between those of its keyframes before and after."""
+        stamps_ns, beside = np.asarray(stamps_ns, np.int64), [k for k in self._all if (k.frame.sensor, k.frame.lap) == (sensor, lap)]
+        if not beside:
+            last = self.newest_of(sensor)
+            return np.broadcast_to(np.zeros(3) if last is None else last.log_gain, (*stamps_ns.shape, 3))
+        known, at = _seconds(beside, stamps_ns)
+        order, gains = np.argsort(known, kind="stable"), np.array([k.log_gain for k in beside])
         return np.stack([np.interp(at, known[order], g) for g in gains[order].T], axis=-1)
 
-    def _seconds(self, stamps_ns) -> tuple[np.ndarray, np.ndarray]:
-        """Stamps of the keyframes, and those given, since the first keyframe's: ns since 1970 are more than float64 has digits for."""
-        known = np.array([k.frame.stamp_ns for k in self._all], np.int64)
-        return (known - known.min()) / 1e9, (np.asarray(stamps_ns, np.int64) - known.min()) / 1e9
-
     def placed(self, frame: Frame) -> Frame:
-        """Where the map has a frame that is not a keyframe: its pose as given, moved as the keyframes about it were (`refine.pose`)."""
-        if not any(k.moved for k in self._all):
+        """Where the map has a frame that is not a keyframe: its pose as given, moved as the keyframes of its camera about it were (`refine.pose`)."""
+        beside = self.beside(frame)
+        if not any(k.moved for k in beside):
             return frame
-        known, at = self._seconds(frame.stamp_ns)
+        known, at = _seconds(beside, frame.stamp_ns)
         order = np.argsort(known, kind="stable")
         place = np.interp(at, known[order], np.arange(len(order)))
         weight = nearness(np.arange(len(order)) - place, self.near)
-        moved = weight @ np.array([self._all[i].correction for i in order]) / weight.sum()
+        moved = weight @ np.array([beside[i].correction for i in order]) / weight.sum()
         return replace(frame, T_world_cam=frame.T_world_cam @ exp_se3(moved))
 
     def settled(self, found: Motions, scale: Scale, fixed: bool = False) -> np.ndarray | None:
@@ -256,7 +231,7 @@ class Keyframes:
             return None
         if fixed:
             return np.eye(4)
-        D, said = found.of(np.array([k.frame.stamp_ns for k in self._all], np.int64))
+        D, said = found.of(Moments.of(k.frame for k in self._all))
         T_given = np.stack([D_k @ k.T_given if moves else k.T_given for D_k, moves, k in zip(D, said, self._all)])
         T_used, px = np.stack([k.frame.T_world_cam for k in self._all]), np.repeat([scale.px_per_m, scale.px_per_rad], 3)
         G = mean_motion(T_used, T_given)
@@ -268,14 +243,16 @@ class Keyframes:
         """Over how many keyframes corrections are alike: neighbours of a keyframe, left out itself, predict its own best with that one of NEAR. A drift of the given poses, or a
         camera that sits otherwise than it was said, is followed closely; noise, different in each, is averaged over many."""
         newest = sorted(self._all[-NEAR_FROM:], key=lambda k: k.frame.stamp_ns)
-        moved = np.array([k.correction for k in newest]) / np.repeat([sigma_m, sigma_rad], 3)
-        if len(newest) < 4:
+        groups = [group for group in self._groups(newest) if len(group) >= 4]
+        if not groups:
             return
-        order, errors = np.arange(len(newest)), []
-        for near in NEAR:
-            weight = nearness(order[:, None] - order, near)
-            np.fill_diagonal(weight, 0)
-            errors.append(np.abs(moved - weight @ moved / weight.sum(1, keepdims=True)).sum())
+        moved, errors = np.array([k.correction for k in newest]) / np.repeat([sigma_m, sigma_rad], 3), np.zeros(len(NEAR))
+        for group in groups:
+            order = np.arange(len(group))
+            for i, near in enumerate(NEAR):
+                weight = nearness(order[:, None] - order, near)
+                np.fill_diagonal(weight, 0)
+                errors[i] += np.abs(moved[group] - weight @ moved[group] / weight.sum(1, keepdims=True)).sum()
         self.near = NEAR[int(np.argmin(errors))]
 
     def state(self) -> dict:
@@ -286,8 +263,8 @@ class Keyframes:
         self._rng.bit_generator.state, self._choices, self._limit, self.near = state["random"], int(state["choices"]), float(state["limit"]), float(state["near"])
 
     def choose(self, config: TrainConfig) -> Keyframe:
-        if self._rng.random() < config.newest_probability and not self._unfit(self._all[-1]):
-            return self._all[-1]
+        if self._rng.random() < config.newest_probability and not self._unfit(newest := self._one_of_the_newest()):
+            return newest
         loss = np.array([k.loss for k in self._all])
         known = loss[np.isfinite(loss)]
         loss[~np.isfinite(loss)] = 2 * known.max() if len(known) else 1.0  # a new one comes soon
@@ -298,6 +275,11 @@ class Keyframes:
         unfit = np.array([self._limit < np.inf and self._unfit(k) for k in self._all])
         self.unfit, weight[unfit] = int(unfit.sum()), RARELY * np.median(weight)
         return self._all[int(self._rng.choice(len(self._all), p=weight / weight.sum()))]
+
+    def _one_of_the_newest(self) -> Keyframe:
+        """Of any camera: the last one that came would always be that of the camera that is handled last."""
+        newest = list({k.frame.sensor: k for k in self._all}.values())
+        return newest[int(self._rng.integers(len(newest)))] if len(newest) > 1 else newest[0]
 
     def _unfit(self, keyframe: Keyframe) -> bool:
         return keyframe.steps >= JUDGED_STEPS and self._limit < keyframe.loss < np.inf
@@ -313,6 +295,7 @@ class Keyframes:
         return float(np.exp(middle + max(UNFIT_SIGMAS * spread, np.log(UNFIT_FACTOR))))
 
     def spread(self, n: int) -> list[Keyframe]:
-        """n of them (or all), evenly over time."""
-        at = np.unique(np.linspace(0, len(self._all) - 1, min(n, len(self._all))).round().astype(int)) if self._all else []
-        return [self._all[i] for i in at]
+        """n of them (or all), evenly over time and cameras."""
+        order = sorted(range(len(self._all)), key=lambda i: self._all[i].frame.sensor)   # else every other one of two cameras would be of one
+        at = np.unique(np.linspace(0, len(order) - 1, min(n, len(order))).round().astype(int)) if order else []
+        return [self._all[i] for i in sorted(order[j] for j in at)]

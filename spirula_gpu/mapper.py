@@ -19,10 +19,11 @@ from .camera import Camera, Frame
 from .checkpoint import HELD_OUT, KEYFRAME, WAITING, Past, Resumed, Stored
 from .checkpoint_file import CheckpointError, Reader
 from .config import Config, replaced
-from .correct import Corrected, PathError, Track, as_one, motions
+from .correct import Corrected, PathError, as_one, motions
 from .formats import read_start_map
+from .gate import Gate
 from .inbox import Inbox
-from .keyframes import Gate, Keyframe, Keyframes, correct
+from .keyframes import Keyframe, Keyframes, correct
 from .mesh import MeshError
 from .multiview import MultiView
 from .native import Engine, NativeError, largest_map
@@ -31,14 +32,20 @@ from .ply import check_path
 from .points import fill
 from .report import CameraPath, FrameLedger, Latest, Snapshot, SplatSnapshot, Status, VramReport
 from .splats import FormatError, Splats
+from .track import Moments, Track
 from .trainer import Trainer, refused
-from .trajectory import write_poses
+from .trajectory import write_poses_of
 
 HURRY_FRAMES = 2  # while so many wait for a worker, a keyframe's pose and exposure are taken from those before it and found when it is trained
 ENDED_S = 3.0   # a worker that has got no frame for so long does not let keyframes wait for better neighbours any more
 
 
 COMMANDS = ("save_map", "load_map", "save_poses", "save_checkpoint", "mesh", "reset", "pause", "view", "render", "configure", "evaluate", "refine", "drain", "correct")
+
+
+def same(a: Frame, b: Frame) -> bool:
+    """One frame that came twice: in one lap, or with the same image in another (a looped recording)."""
+    return (a.sensor, a.stamp_ns) == (b.sensor, b.stamp_ns) and (a.lap == b.lap or np.array_equal(a.rgb, b.rgb))
 
 
 Part = tuple[float, float]   # from which share of a refinement to which
@@ -108,6 +115,7 @@ class Mapper:
         self._stopping, self._revision = False, 0
         self.world_frame = ""                     # T0 may say: the name of the map's frame, for the checkpoint
         self.resumed: Resumed | None = None
+        self._first_lap = 0                       # of the frames that come, lap 0: what was resumed may have had some before
         self._begin_map()
         if config.checkpoint.resume and not config.checkpoint.path:
             raise CheckpointError("checkpoint.resume is true, but checkpoint.path is empty: it must name the file")
@@ -126,8 +134,10 @@ class Mapper:
         status = self._status.get()
         if status.state in ("error", "paused"):
             return self.ledger.dropped(status.state)
+        if self._first_lap:
+            frame = replace(frame, lap=frame.lap + self._first_lap)
         with self._submitting:
-            self._track.add(frame.stamp_ns, frame.T_world_cam)
+            self._track.add(frame.stamp_ns, frame.T_world_cam, frame.sensor, frame.lap)
             reason = None if frame.held_out else self._gate.refuses(frame, self.config.gate)
             if reason:
                 return self.ledger.dropped(reason)
@@ -136,8 +146,8 @@ class Mapper:
             self._inbox.drop_all("error")
 
     def command(self, name: str, *args) -> Future:
-        """Queue a command for T1 (inline mode: run it now): save_map(path), load_map(path), save_poses(path), save_checkpoint(path), mesh(path, voxel_m, progress), reset(), pause(bool),
-        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds, part, steps), drain(), correct(stamps, poses)."""
+        """Queue a command for T1 (inline mode: run it now): save_map(path), load_map(path), save_poses(path), save_checkpoint(path), mesh(path, voxel_m, progress), reset(lap), pause(bool),
+        view(T_world_cam|None, camera|None), render(T_world_cam, camera), configure({dotted name: value}), evaluate(), refine(seconds, part, steps), drain(), correct(stamps, poses, sensors)."""
         if self._thread is not None or name not in COMMANDS:
             return self.post(name, *args)
         future: Future = Future()
@@ -209,7 +219,7 @@ class Mapper:
         self._held_out: list[Frame] = []
         self._view: tuple[np.ndarray | None, Camera | None] = (None, None)   # None: the newest keyframe's
         self._due = self._next_id = self._evaluated = self._corrections = 0
-        self._owners: list[int] = []   # stamp of each keyframe there has been, by its id
+        self._owners: list[tuple[int, int, int]] = []   # moment of each keyframe there has been, by its id
         self._refining: list[Refining] = []   # the one that ends last is the last
         self._problem, self._unsaved, self._budget_hint, self._path_hint, self._can_mesh, self._saved, self._saving_s = "", "", "", "", True, None, 0.0
         self._state, self._error, self._latency_ms, self._train_psnr = "waiting", "", float("nan"), float("nan")
@@ -320,9 +330,9 @@ class Mapper:
         if frame.held_out:
             if frame.mask is not None and not frame.mask.any():
                 return  # nothing of it can be measured
-            # A resumed replay plays its recording from the start again: a frame that is there already counts once.
-            gone = [f for f in self._held_out if f.stamp_ns == frame.stamp_ns]
-            held_out = [f for f in self._held_out if f.stamp_ns != frame.stamp_ns] + [replace(frame, depth_m=None)]
+            # A resumed replay plays its recording from the start again, and so does a looped one: a frame that is there already counts once.
+            gone = [f for f in self._held_out if same(f, frame)]
+            held_out = [f for f in self._held_out if not same(f, frame)] + [replace(frame, depth_m=None)]
             excess = max(len(held_out) - self.config.eval.max_held_out, 0)
             for old in gone + held_out[:excess]:
                 self._output.forget(old)
@@ -332,12 +342,12 @@ class Mapper:
         if not self._keyframes:
             self._budget_hint = self._hint_of_budget(frame.camera)
         else:
-            if self.config.refine.exposure:
-                keyframe.expose(self._keyframes.newest.log_gain)   # until the map says, as the next
+            if self.config.refine.exposure and (before := self._keyframes.newest_of(frame.sensor)):
+                keyframe.expose(before.log_gain)   # until the map says, as the next
             if (placed := self._keyframes.placed(frame)) is not frame:
                 keyframe.place(placed.T_world_cam)
         self._next_id += 1
-        self._owners.append(frame.stamp_ns)
+        self._owners.append(frame.moment)
         self._trainer.refinement.track(keyframe, self._keyframes)
         if self._thread is None or len(self._inbox) < HURRY_FRAMES:   # else when it is trained
             self._trainer.refine(keyframe)
@@ -421,7 +431,7 @@ class Mapper:
         if self._thread is not None and e.period_s and self._held_out and self._due_at("evaluate", now, e.period_s):
             self._evaluated += 1
             frame = self._held_out[self._evaluated % len(self._held_out)]
-            self._output.measure(self._keyframes.placed(frame), self._keyframes.log_gain_at(frame.stamp_ns))
+            self._output.measure(self._keyframes.placed(frame), self._log_gain(frame))
         if now - self._last["tell"] > 0.2:
             self._tell()
         self._show_splats(now)
@@ -453,7 +463,8 @@ class Mapper:
         state = self._next_id, self._trainer.refinement.aligned, self._corrections
         if not self.wants.path or not self._keyframes or state == self._path_shown or not self._due_at("path", now, self.PATH_PERIOD_S):
             return
-        known = sorted((k.frame for k in self._keyframes), key=lambda frame: frame.stamp_ns)
+        sensor = self._keyframes.shown.frame.sensor   # of one camera: a path that goes to and fro between several is none
+        known = sorted((k.frame for k in self._keyframes if k.frame.sensor == sensor), key=lambda frame: frame.moment)
         self.path.set(CameraPath(np.array([f.stamp_ns for f in known], np.int64), np.stack([f.T_world_cam for f in known])))
         self._path_shown = state
 
@@ -464,7 +475,7 @@ class Mapper:
         return True
 
     def _snapshot(self) -> Snapshot:
-        newest = self._keyframes.newest.frame
+        newest = self._keyframes.shown.frame
         T_world_cam, camera = self._view[0], self._view[1] or newest.camera
         T_world_cam = newest.T_world_cam if T_world_cam is None else T_world_cam
         images = self._output.render(camera, np.linalg.inv(T_world_cam).astype(np.float32))
@@ -493,12 +504,14 @@ class Mapper:
 
     def evaluate(self) -> list[HeldOut]:
         """Inline mode: measure every held-out frame that there is memory to render, and 32 training frames for Status.train_psnr."""
-        gains = self._keyframes.log_gain_at([frame.stamp_ns for frame in self._held_out])
-        results = [self._unless_refused(self._output.measure, self._keyframes.placed(frame), gain) for frame, gain in zip(self._held_out, gains)]
+        results = [self._unless_refused(self._output.measure, self._keyframes.placed(frame), self._log_gain(frame)) for frame in self._held_out]
         train_psnr = self._unless_refused(self._output.train_psnr, self._keyframes.spread(32))
         self._train_psnr = float("nan") if train_psnr is None else train_psnr
         self._tell()
         return [r for r in results if r]
+
+    def _log_gain(self, frame: Frame) -> np.ndarray:
+        return self._keyframes.log_gain_at(frame.stamp_ns, frame.sensor, frame.lap)
 
     def _unless_refused(self, make, *args):
         """make(*args), or None where there is no memory for it; `hint` says so."""
@@ -567,7 +580,7 @@ class Mapper:
         self._keyframes.resume(facts["keyframes"])
         self._due, self._next_id, self._evaluated, self._corrections = (int(facts["counters"][name]) for name in ("due", "next_id", "evaluated", "corrections"))
         gated, past, counts = checkpoint.read_gate(reader), checkpoint.read_past(reader), checkpoint.read_counts(reader)
-        self._owners = past.owners.tolist()
+        self._owners = list(map(tuple, past.owners.table().tolist()))
         lost, frame_name = counts.pending - len(waiting), str(facts["world_frame"])
         if lost < 0 or not self._keyframes:
             reader.refuse(f"{counts} frames, {len(waiting)} of them waiting, {len(self._keyframes)} keyframes: that does not add up")
@@ -575,7 +588,7 @@ class Mapper:
             reader.refuse(f"{len(self._owners)} owners for {self._next_id} keyframes")
         self._gate.resume(gated)   # from here on nothing is refused
         self._multiview.resume(facts["multiview"], self._keyframes)
-        self._track = past.track
+        self._track, self._first_lap = past.track, past.track.lap
         self.world_frame = frame_name
         self.ledger.resume(counts)
         self.ledger.dropped("lost_at_restart", lost)
@@ -589,12 +602,12 @@ class Mapper:
         if not (len(self._engine) and self._keyframes):
             raise ValueError(f"the map is empty; {path} was not touched" if not len(self._engine) else f"no frame has come yet, the map is as its file; {path} was not touched")
         with self._submitting:
-            gated, waiting, seen, track = self._gate.state(), self._inbox.frames(), self.ledger.counts(), Track(self._track.stamps, self._track.poses)
+            gated, waiting, seen, track = self._gate.state(), self._inbox.frames(), self.ledger.counts(), self._track.copy()
         frames = [Stored(KEYFRAME, k.frame, k.id, k.loss, k.T_given, k.log_gain, k.steps) for k in self._keyframes]
         frames += [Stored(HELD_OUT, frame) for frame in self._held_out] + [Stored(WAITING, frame) for frame in waiting]
         facts = dict(world_frame=self.world_frame, trainer=self._trainer.state(), keyframes=self._keyframes.state(), multiview=self._multiview.state(), frames_seen=seen._asdict(),
                      counters=dict(due=self._due, next_id=self._next_id, evaluated=self._evaluated, corrections=self._corrections))
-        return checkpoint.write_map(path, self._engine, frames, gated, Past(track, np.array(self._owners, np.int64)), self.config, facts)
+        return checkpoint.write_map(path, self._engine, frames, gated, Past(track, Moments.rows(self._owners)), self.config, facts)
 
     def _save_if_due(self) -> None:
         """That it cannot be written is no reason to stop mapping; `hint` says why."""
@@ -615,7 +628,7 @@ class Mapper:
 
     def _do_save_poses(self, path: str) -> int:
         """Of the keyframes, as they are now (refined), in the order in which they came; returns how many."""
-        return write_poses(path, [(k.frame.stamp_ns, k.frame.camera, k.frame.T_world_cam) for k in self._keyframes])
+        return write_poses_of(path, [k.frame for k in self._keyframes])
 
     def _do_load_map(self, path: str) -> int:
         """The Gaussians of a file instead of the map; returns how many. Raises FormatError: the map is as it was, or, when they do not fit into memory, empty."""
@@ -635,15 +648,16 @@ class Mapper:
             raise ValueError(f"{len(self._engine)} Gaussians, {len(keyframes)} keyframes: there is nothing to make a mesh of; {path} was not touched")
         return self._output.write_mesh(path, keyframes, voxel_m, progress)
 
-    def _do_reset(self) -> None:
+    def _do_reset(self, lap: int | None = None) -> None:
+        """Begin anew; lap: frames of that lap (as they were submitted), which may wait already, are of the new map."""
         old, paused = self._engine, self._state == "paused"
         self._end_refining(RuntimeError("the map was reset"))
         self._begin_map()
         old.close()
         with self._submitting:
             self._gate.clear()
-            self._track = Track()
-            self._inbox.drop_all("reset")
+            self._track = Track() if lap is None else self._track.copy(lap + self._first_lap)
+            self._inbox.drop("reset", lambda frame: lap is None or frame.lap < lap + self._first_lap)
         self.latest.set(None)
         self.splats.set(None)
         self.path.set(CameraPath(np.empty(0, np.int64), np.empty((0, 4, 4))))   # for who has the old one
@@ -678,19 +692,19 @@ class Mapper:
             self._trainer.refinement.track_again(self._keyframes)
         self.config = self._trainer.config = self._trainer.refinement.config = config
 
-    def _do_correct(self, stamps: np.ndarray, poses: np.ndarray) -> Corrected:
-        """A corrected path of the camera, stamps [n] int64 ns and poses [n,4,4] T_world_cam: every frame that it moves visibly moves, each Gaussian with the
-        keyframe that made it; what moved is trained anew. Raises PathError when the path cannot be meant, and changes nothing; nor does it when the Gaussians cannot be moved."""
+    def _do_correct(self, stamps: np.ndarray, poses: np.ndarray, sensors: np.ndarray | None = None) -> Corrected:
+        """A corrected path of the cameras, stamps [n] int64 ns, poses [n,4,4] T_world_cam and sensors [n] (None: all of camera 0): every frame of the newest lap, of any
+        camera, that it moves visibly moves, each Gaussian with the keyframe that made it; what moved is trained anew. Raises PathError when the path cannot be meant, and changes nothing; nor does it when the Gaussians cannot be moved."""
         if not self._keyframes:   # the path of what was before
             return Corrected(0, 0, 0)
         scale = self._output.image_scale(self._keyframes)
         try:
             with self._submitting:
-                track = Track(self._track.stamps, self._track.poses)
-            if not motions(track, stamps, poses, scale).moved.any():   # a long path takes a while: frames come in meanwhile
+                track = self._track.copy()
+            if not motions(track, stamps, poses, scale, sensors).moved.any():   # a long path takes a while: frames come in meanwhile
                 return self._nothing_moved()
             with self._submitting:
-                found, given = motions(self._track, stamps, poses, scale), self._track.poses.copy()
+                found, given = motions(self._track, stamps, poses, scale, sensors), self._track.poses.copy()
         except PathError as e:
             self._path_hint = f"the corrected path was not used: {e}"
             self._tell_status()
@@ -698,9 +712,9 @@ class Mapper:
         self._path_hint = ""
         G = self._keyframes.settled(found, scale, fixed=self._trainer.refinement.given)
         moves = found if G is None else as_one(found, G, given, scale)
-        gaussians = self._trainer.correct(moves, np.array(self._owners, np.int64), as_one=G is not None)   # first: it is what may fail, and takes so long that frames come in meanwhile
+        gaussians = self._trainer.correct(moves, Moments.rows(self._owners), as_one=G is not None)   # first: it is what may fail, and takes so long that frames come in meanwhile
         with self._submitting:
-            self._track.correct(found)
+            found.apply(self._track)
             self._gate.correct(found)
             self._inbox.replace(found.place)
         keyframes = correct(list(self._keyframes), found, moves, as_one=G is not None)

@@ -29,8 +29,8 @@ MIN_SHARE = 0.1       # of the pixels must have a depth
 MIN_NCC, MIN_MARGIN = 0.6, 0.03  # as in spl_sweep_params
 READY = 1.5           # summed score of the neighbours, 0..1 each, with which a keyframe does not wait for more ..
 ENOUGH = 0.5          # .. and with which it is swept once there will hardly be more:
-PATIENCE = 12         # newer keyframes later
-GIVE_UP = 40          # newer keyframes after which it gets no depth
+PATIENCE = 12         # newer keyframes (of one camera) later
+GIVE_UP = 40          # newer keyframes (of one camera) after which it gets no depth
 KEPT = 64             # newest depths that others are compared with
 PICTURES = 64         # newest gray images, two a keyframe
 TOLERANCE = 0.02, 0.15  # share by which depths that agree differ at most: 3 times what they differ by here, within these
@@ -53,6 +53,7 @@ class MultiView:
         self._unchecked: list[Keyframe] = []   # swept, but too few of those that see the same are
         self._swept: OrderedDict[int, tuple[Keyframe, Swept]] = OrderedDict()
         self._pictures: OrderedDict[tuple[int, float], Picture] = OrderedDict()   # by keyframe's id and size
+        self._cameras = 1                      # that keyframes are of
         self._newest = self._kept = 0          # the newest keyframe; depths there have been
         self._idle: tuple | None = None        # (newest, kept, ended) with which nothing was due: it is not looked for again before one of them changes
         self._problem = ""                     # why the last sweep was refused
@@ -93,7 +94,7 @@ class MultiView:
         now = self._newest, self._kept, ended
         if now == self._idle:
             return None
-        there = {id(k) for k in keyframes}
+        there, self._cameras = {id(k) for k in keyframes}, keyframes.cameras
         self._waiting, self._unchecked = ([k for k in known if id(k) in there] for known in (self._waiting, self._unchecked))
         if self._waiting and not self._swept and not self._first(list(keyframes)):
             self._idle = now
@@ -130,7 +131,7 @@ class MultiView:
         """The first depth of all, without any idea of the scene's size: the widest baselines at hand."""
         if len(keyframes) < 2:
             return False
-        refs, recent = self._waiting[-RECENT:], keyframes[-RECENT:]
+        refs, recent = self._waiting[-RECENT * self._cameras:], keyframes[-RECENT * self._cameras:]
         for keyframe in (refs[-1], refs[len(refs) // 2], refs[0]):
             T = keyframe.frame.T_world_cam
             others = [k for k in recent if k is not keyframe and np.trace(k.frame.T_world_cam[:3, :3].T @ T[:3, :3]) > 1 + 2 * np.cos(np.radians(25))]
@@ -148,7 +149,7 @@ class MultiView:
 
     def _sweep_one(self, keyframes: list[Keyframe], ended: bool) -> bool:
         for keyframe in self._waiting:
-            age = GIVE_UP if ended else self._newest - keyframe.id
+            age = GIVE_UP if ended else self._age(keyframe)
             guess_m = self._guess(keyframe)
             views, score = self._neighbours(keyframe, [k for k in keyframes if k is not keyframe], guess_m, VIEWS)
             if score >= READY or (score >= ENOUGH and age >= PATIENCE):
@@ -166,10 +167,14 @@ class MultiView:
                 return True
         return False
 
+    def _age(self, keyframe: Keyframe) -> float:
+        """Keyframes of a camera that have come since."""
+        return (self._newest - keyframe.id) / self._cameras
+
     def _check(self, ended: bool) -> list[tuple[Keyframe, np.ndarray]]:
         out = []
         for keyframe in list(self._unchecked):
-            age, (_, own) = GIVE_UP if ended else self._newest - keyframe.id, self._swept[keyframe.id]
+            age, (_, own) = GIVE_UP if ended else self._age(keyframe), self._swept[keyframe.id]
             others = [k for k, _ in self._swept.values() if k is not keyframe]
             views, _ = self._neighbours(keyframe, others, own.median_m, CHECKS, least=0.1)
             if len(views) < (3 if age < PATIENCE else 1) and age < GIVE_UP:

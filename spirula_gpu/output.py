@@ -47,7 +47,7 @@ class HeldOut(NamedTuple):
 class Output:
     def __init__(self, engine: Engine, config: Config):
         self._engine, self._config = engine, config
-        self._measured: dict[int, tuple[float, float, float]] = {}   # stamp of a held-out frame -> (psnr, ssim, cc_psnr)
+        self._measured: dict[tuple[int, int, int], tuple[float, float, float]] = {}   # moment of a held-out frame -> (psnr, ssim, cc_psnr)
         self._mesher, self._fused, self._moved_m = None, set(), 0.0
         self._chunks: dict[tuple[int, int, int], MeshChunk] = {}
 
@@ -72,11 +72,11 @@ class Output:
     def measure(self, frame: Frame, log_gain: np.ndarray) -> HeldOut:
         """log_gain: as in HeldOut.of."""
         result = HeldOut.of(frame, self.render(frame.camera, frame.T_cam_world)[0], log_gain)
-        self._measured[frame.stamp_ns] = (result.psnr, result.ssim, result.cc_psnr)
+        self._measured[frame.moment] = (result.psnr, result.ssim, result.cc_psnr)
         return result
 
     def forget(self, frame: Frame) -> None:
-        self._measured.pop(frame.stamp_ns, None)
+        self._measured.pop(frame.moment, None)
 
     def heldout_means(self) -> tuple[float, float, float]:
         """(psnr, ssim, cc_psnr): means over the newest measurement of each held-out frame; NaN when there is none."""

@@ -127,13 +127,14 @@ class Refinement:
             return
         self._arrived += 1
         if self._arrived % AGAIN_TRACKED == 0 or (len(self._off_rad) < REMEMBERED and self._arrived <= 2 * REMEMBERED):
-            self._compare(keyframe, list(keyframes)[-max(BACK):])
+            self._compare(keyframe, keyframes.beside(keyframe.frame)[-max(BACK):])
 
     def track_again(self, keyframes: Keyframes) -> None:
         """For poses that came while they were not asked about."""
         known = list(keyframes)
         for i in range(max(len(known) - REMEMBERED, 0), len(known)):
-            self._compare(known[i], known[max(i - max(BACK), 0):i])
+            before = [k for k in known[:i] if k.frame.moment[::2] == known[i].frame.moment[::2]]   # of its lap and camera
+            self._compare(known[i], before[-max(BACK):])
 
     def _compare(self, keyframe: Keyframe, before: list[Keyframe]) -> None:
         for back in BACK:

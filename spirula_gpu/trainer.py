@@ -10,6 +10,7 @@ from .native import Engine, Hyper, InsertParams, NativeError
 from .refine import Refinement
 from .splats import Splats
 from .strategy import append_transparent
+from .track import Moments
 
 ADAM_EPS = 1e-15
 NO_KEYFRAME = -1  # owner of Gaussians that came from a file
@@ -184,9 +185,9 @@ class Trainer:
                             max_depth_m=i.max_depth_m * self.unit_m, hole_spacing_px=hole_spacing_px, size=i.size, opacity=i.opacity, owner=owner,
                             seed=self.config.engine.seed * 1_000_003 + owner)
 
-    def correct(self, motions: Motions, owner_stamps: np.ndarray, as_one: bool) -> int:
-        """The Gaussians of a corrected path move, each with its owner, whose stamp is owner_stamps [owner]; as one, they are trained on as they were. Returns how many."""
-        n = move_gaussians(self.engine, *motions.of(owner_stamps), forget=not as_one)
+    def correct(self, motions: Motions, owners: Moments, as_one: bool) -> int:
+        """The Gaussians of a corrected path move, each with its owner, which was taken at owners [owner]; as one, they are trained on as they were. Returns how many."""
+        n = move_gaussians(self.engine, *motions.of(owners), forget=not as_one)
         self._unsorted += n
         return n
 

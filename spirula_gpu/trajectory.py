@@ -6,7 +6,7 @@ from typing import Iterable, Sequence
 
 import numpy as np
 
-from .camera import Camera
+from .camera import Camera, Frame
 from .correct import quats_of
 from .ply import write_atomically
 from .splats import FormatError
@@ -28,6 +28,17 @@ def write_poses(path: str | os.PathLike, posed: Iterable[Posed], names: Sequence
     else:
         _write_colmap(path, posed, names or [f"{stamp_ns}.png" for stamp_ns, _, _ in posed])
     return len(posed)
+
+
+def write_poses_of(path: str | os.PathLike, frames: Sequence[Frame]) -> int:
+    """As write_poses, of frames of one or several cameras. TUM: a file has the poses of one camera, <name>.camera1.txt those of the second, and so on; COLMAP: images are
+    called camera1/<stamp_ns>.png then, and lap1/.. after a restart of the clock."""
+    sensors, path, suffix = sorted({f.sensor for f in frames}), os.fspath(path), os.path.splitext(path)[1]
+    if suffix and len(sensors) > 1:
+        of = {sensor: [f for f in frames if f.sensor == sensor] for sensor in sensors}
+        return sum(write_poses_of(path if sensor == sensors[0] else f"{path.removesuffix(suffix)}.camera{sensor}{suffix}", of[sensor]) for sensor in sensors)
+    name = lambda f: (f"lap{f.lap}/" if f.lap else "") + (f"camera{f.sensor}/" if f.sensor else "") + f"{f.stamp_ns}.png"
+    return write_poses(path, [(f.stamp_ns, f.camera, f.T_world_cam) for f in frames], list(map(name, frames)))
 
 
 def _write_tum(path: str, posed: list[Posed]) -> None:

@@ -18,6 +18,7 @@ from .convert import MASK_NAME, BadMessage, looks_like_mask
 from .pointcloud import NOT_SUPPORTED
 
 __all__ = ["KINDS", "Bag", "BagError", "BagMessage", "BagWriter", "TopicInfo", "Topics", "messages", "open_bag", "pick_topics"]
+OF_CAMERA = ("image", "compressed", "depth", "points", "mask", "info")
 STORAGE_SUFFIXES = (".mcap", ".db3")
 KINDS = {  # kind -> message types it can have
     "image": ("sensor_msgs/msg/Image",),
@@ -43,7 +44,8 @@ class TopicInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Topics:
-    """The topic that feeds each input; '' = none. `notes`: what else could have been meant."""
+    """The topic that feeds each input; '' = none. `notes`: what else could have been meant. `rig`: (topic, kind, camera's name) of all that several cameras have; the
+    fields have those of the first then."""
     image: str = ""
     compressed: str = ""
     depth: str = ""
@@ -56,15 +58,24 @@ class Topics:
     tf_static: str = ""
     path: str = ""
     notes: tuple[str, ...] = ()
+    rig: tuple[tuple[str, str, str], ...] = ()
 
     def chosen(self) -> dict[str, str]:
         """{topic: kind} of the inputs that have one."""
-        return {topic: kind for kind in KINDS if (topic := getattr(self, kind))}
+        return {**{topic: kind for kind in KINDS if (topic := getattr(self, kind))}, **{topic: kind for topic, kind, _ in self.rig}}
+
+    def camera_of(self, topic: str) -> str:
+        """The name of the camera that the topic is of; '': of the only one, or of none."""
+        return next((camera for other, _, camera in self.rig if other == topic), "")
+
+    @property
+    def images(self) -> list[str]:
+        return [topic for topic, kind in self.chosen().items() if kind in ("image", "compressed")]
 
     @property
     def pose_source(self) -> str:
-        """pose | odom | tf: the value for intake.pose_source."""
-        return "pose" if self.pose else "odom" if self.odom else "tf"
+        """pose | odom | tf | path: the value for intake.pose_source."""
+        return "pose" if self.pose else "odom" if self.odom else "path" if self.path and not self.tf else "tf"
 
 
 class BagMessage(NamedTuple):
@@ -103,7 +114,7 @@ class Bag:
 
     def images(self, topics: Topics) -> int:
         """.. and how many of them are images."""
-        return self.topics[topics.image or topics.compressed].count
+        return sum(self.topics[topic].count for topic in topics.images)
 
     def close(self) -> None:
         while self._readers:
@@ -259,7 +270,7 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     named = [topic for kind in KINDS if (topic := getattr(topics, kind))]
     if twice := sorted({topic for topic in named if named.count(topic) > 1}):
         raise BagError(f"{bag.path}: {twice[0]} is named for two inputs: {', '.join(kind for kind in KINDS if getattr(topics, kind) == twice[0])}; it can be one")
-    lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry or TF)", pose or odom or tf)]
+    lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry, TF, or a path that is named)", pose or odom or tf or path)]
     if (missing := [what for what, topic in lacking if not topic]):
         why = f" ({bag.problem})" if bag.problem else ""
         raise BagError(f"{bag.path}: no topic with {', '.join(missing)}{why}; the recording has:\n{_listing(bag)}")

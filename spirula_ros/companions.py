@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .intake import IntakeConfig
 
 
+SAME_POSE = 1e-9   # m, and entries of rotations: poses of a path that differ by less are as they were
+
+
 class NotYet(BadMessage):
     """Something is missing that may still come; the image is dropped under this reason if it does not."""
 
@@ -32,6 +35,7 @@ class WaitingImage(NamedTuple):
     frame_id: str          # of the camera's optical frame
     rgb: np.ndarray        # [H,W,3] uint8, as it came
     arrival_s: float
+    sensor: int = 0        # which camera
 
 
 class LensChange(NamedTuple):
@@ -184,17 +188,31 @@ class Clouds(Paired):
         return project(points_from_msg(msg) @ T[:3, :3].T + T[:3, 3], lens.camera)
 
 
-class Poses:
-    """Poses of the camera: from a topic (directly, or of a body that T_body_camera or TF connects to it), or from TF."""
+def transforms(config: IntakeConfig, row: str, cameras: int) -> np.ndarray:
+    """[cameras,4,4] of a row with 7 numbers for each camera; 7 in all are of one camera, or nothing (identity) for any number of them. Raises ValueError."""
+    values = np.reshape(getattr(config, row), (-1, 7)).astype(np.float64)
+    T = np.array([matrix_from_pose(v[:3], v[3:] / np.linalg.norm(v[3:])) for v in values])
+    if len(T) == 1 and np.array_equal(T[0], np.eye(4)):
+        T = np.tile(T, (cameras, 1, 1))
+    if len(T) != cameras:
+        raise ValueError(f"intake.{row} has {values.size} numbers, {7 * cameras} are needed: x y z qx qy qz qw of each of the {cameras} cameras, in the order of topics.cameras")
+    return T
 
-    def __init__(self, config: IntakeConfig):
-        self._config = config
+
+class Poses:
+    """Poses of the cameras: from a topic (directly, or of a body that T_body_camera or TF connects to them), from a path that a SLAM publishes growing, or from TF.
+    Stamps of images are taken as they are in the messages; intake.time_offset_s is added here, before anything is looked up."""
+
+    def __init__(self, config: IntakeConfig, cameras: int = 1):
+        """Raises ValueError when a transform is given for another number of cameras."""
+        self._config, self._cameras, self._offset_ns = config, cameras, round(config.time_offset_s * 1e9)
         self._topic, self._tf = PoseBuffer(config.max_gap_s), TfBuffer(config.max_gap_s)
-        self._frame = self._child = ""             # header.frame_id and child_frame_id of the pose topic
+        self._frame, self._child = "", config.body_frame   # header.frame_id and child_frame_id of the poses
+        self._followed: tuple[np.ndarray, np.ndarray] | None = None   # the newest path that poses are of
         self._bad: deque[int] = deque(maxlen=100)  # stamps of unusable poses
         self._bad_text = ""
-        self._T_body_camera, self._T_camera_lidar = (matrix_from_pose(v[:3], np.divide(v[3:], np.linalg.norm(v[3:]))) for v in (config.T_body_camera, config.T_camera_lidar))
-        self._extrinsics_given, self._lidar_given = (not np.array_equal(T, np.eye(4)) for T in (self._T_body_camera, self._T_camera_lidar))
+        self._T_body_camera, self._T_camera_lidar = (transforms(config, name, cameras) for name in ("T_body_camera", "T_camera_lidar"))
+        self._extrinsics_given, self._lidar_given = (not np.array_equal(T, np.tile(np.eye(4), (cameras, 1, 1))) for T in (self._T_body_camera, self._T_camera_lidar))
 
     @property
     def map_frame(self) -> str:
@@ -211,7 +229,7 @@ class Poses:
         except BadMessage as error:
             self._note_bad(stamp_ns, error)
             raise
-        self._frame, self._child = frame or self._frame, getattr(msg, "child_frame_id", "").lstrip("/")
+        self._frame, self._child = frame or self._frame, getattr(msg, "child_frame_id", "").lstrip("/") or self._config.body_frame
         self._topic.insert(stamp_ns, T)
 
     def transform(self, stamp_ns: int, msg: Any, static: bool) -> None:
@@ -224,34 +242,71 @@ class Poses:
             self._note_bad(stamp_ns, error)
             raise
 
-    def forget_future(self, stamp_ns: int) -> None:
-        self._topic.forget_future(stamp_ns)
-        self._tf.forget_future(stamp_ns)
+    def forget_future(self, image_ns: int) -> None:
+        """The stamps of images were restarted at this one."""
+        self._topic.forget_future(image_ns + self._offset_ns)
+        self._tf.forget_future(image_ns + self._offset_ns)
+        self._followed = None
         self._bad.clear()
 
     def of(self, image: WaitingImage) -> np.ndarray:
         """T_world_cam [4,4] float64."""
+        at_ns = image.stamp_ns + self._offset_ns
         if self._config.pose_source == "tf":
-            return check_near(self._found(self._tf.lookup(self.map_frame, image.frame_id, image.stamp_ns), image), "bad_pose")   # its parts may be far
-        return self._found(self._topic.lookup(image.stamp_ns), image) @ self._in_body(image.frame_id, image.stamp_ns)
+            return check_near(self._found(self._tf.lookup(self.map_frame, image.frame_id, at_ns), at_ns), "bad_pose")   # its parts may be far
+        return self._found(self._topic.lookup(at_ns), at_ns) @ self._in_body(image.frame_id, at_ns, image.sensor)
 
-    def path(self, msg: Any, camera_frame: str, stamp_ns: int) -> tuple[np.ndarray, np.ndarray]:
-        """(stamps [n] int64 ns, T_world_cam [n,4,4]) of a nav_msgs/Path, of the body whose pose is given; with TF, of the body that the camera is fixed to.
-        The camera sits on it as it does at stamp_ns. Raises BadMessage."""
+    def path(self, msg: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(stamps [n] int64 ns, T_world_body [n,4,4]) of a nav_msgs/Path, of the body whose pose is given; with TF, of the body that the cameras are fixed to.
+        Raises BadMessage."""
         (stamps, T), frame = path_from_msg(msg), msg.header.frame_id.lstrip("/")
         check_near(T, "bad_path")
-        if frame and frame != self.map_frame:
+        follows = self._config.pose_source == "path"
+        if frame and frame != (self._config.map_frame or self._frame or frame if follows else self.map_frame):
             raise BadMessage("bad_path", f"the path is in frame '{frame}', the map in '{self.map_frame}'; take poses in the frame of the path (intake.pose_source tf "
                                          f"with intake.map_frame '{frame}'), or a path in that of the poses")
-        if self._config.pose_source == "tf" and not self._extrinsics_given:
-            return stamps, T @ self._tf.in_body(camera_frame)
-        return stamps, T @ self._in_body(camera_frame, stamp_ns)
+        if follows:
+            self._frame = frame or self._frame
+        return stamps, T
 
-    def _in_body(self, camera_frame: str, stamp_ns: int) -> np.ndarray:
+    def follow(self, stamps: np.ndarray, T: np.ndarray) -> bool:
+        """The poses are those of this path from now on (pose_source path). True: it says something else about a time that the path before knew. Raises BadMessage."""
+        order = np.argsort(stamps, kind="stable")
+        stamps, T = stamps[order], T[order]
+        if stamps[0] <= 0 or (np.diff(stamps) == 0).any():
+            raise BadMessage("bad_path", f"of the {len(stamps)} poses of the path {(np.diff(stamps) == 0).sum()} repeat a stamp and {(stamps <= 0).sum()} have none; each must have "
+                                         "that of its measurement (a planned path has not)")
+        before, self._followed = self._followed, (stamps, T)
+        self._topic.replace(stamps, T)
+        if before is None:
+            return False
+        known = stamps[(stamps >= before[0][0]) & (stamps <= before[0][-1])]
+        at = np.searchsorted(before[0], known)
+        return not np.array_equal(before[0][at], known) or bool((np.abs(before[1][at] - T[np.searchsorted(stamps, known)]) > SAME_POSE).any())
+
+    def of_cameras(self, stamps: np.ndarray, T: np.ndarray, cameras: list[tuple[int, str, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(stamps [m] int64 ns of images, T_world_cam [m,4,4], sensors [m]) of a path(): each camera (sensor, frame, stamp of an image) sits on the body as it does at that
+        stamp. Raises BadMessage when that is known of none."""
+        found, why = [], None
+        for sensor, frame, image_ns in cameras:
+            try:
+                fixed = self._config.pose_source == "tf" and not self._extrinsics_given
+                found.append((sensor, self._tf.in_body(frame) if fixed else self._in_body(frame, image_ns + self._offset_ns, sensor)))
+            except BadMessage as error:
+                why = error
+        if not found:
+            raise why
+        return (np.tile(stamps - self._offset_ns, len(found)), np.concatenate([T @ T_body_camera for _, T_body_camera in found]),
+                np.repeat(np.array([sensor for sensor, _ in found], np.int64), len(stamps)))
+
+    def _in_body(self, camera_frame: str, at_ns: int, sensor: int) -> np.ndarray:
         """T_body_camera [4,4]: what the parameter says, else TF between the frames that the messages name."""
-        if self._child in ("", camera_frame) or self._extrinsics_given:
-            return self._T_body_camera
-        T_body_camera = self._tf.lookup(self._child, camera_frame, stamp_ns)
+        if self._extrinsics_given or (self._child == "" and self._cameras == 1) or self._child == camera_frame:
+            return self._T_body_camera[sensor]
+        if self._child == "":
+            raise BadMessage("no_extrinsics", f"poses do not name the body that they are of, so nothing says where on it each of the {self._cameras} cameras is; set intake.body_frame, which TF "
+                                              "connects to the cameras, or intake.T_body_camera with 7 numbers for each camera")
+        T_body_camera = self._tf.lookup(self._child, camera_frame, at_ns)
         if isinstance(T_body_camera, NoPose):
             raise (NotYet if T_body_camera.may_come else BadMessage)(
                 "no_extrinsics", f"poses are those of '{self._child}', images of '{camera_frame}', and {T_body_camera.text}; set "
@@ -264,10 +319,10 @@ class Poses:
         if frame == self.map_frame and not self._lidar_given:
             return inverse(T_world_cam)
         if self._lidar_given:
-            T_cam_frame = self._T_camera_lidar
+            T_cam_frame = self._T_camera_lidar[image.sensor]
         elif frame == image.frame_id:
             T_cam_frame = np.eye(4)
-        elif isinstance(T_cam_frame := self._tf.lookup(image.frame_id, frame, stamp_ns), NoPose):
+        elif isinstance(T_cam_frame := self._tf.lookup(image.frame_id, frame, stamp_ns + self._offset_ns), NoPose):
             raise (NotYet if T_cam_frame.may_come else BadMessage)(
                 "no_extrinsics", f"points or depth are in '{frame}', images of '{image.frame_id}', and {T_cam_frame.text}; publish the transform on /tf_static, or set "
                                  "intake.T_camera_lidar")
@@ -282,7 +337,7 @@ class Poses:
         self._bad.append(stamp_ns)
         self._bad_text = error.text
 
-    def _found(self, found: np.ndarray | NoPose, image: WaitingImage) -> np.ndarray:
+    def _found(self, found: np.ndarray | NoPose, at_ns: int) -> np.ndarray:
         if not isinstance(found, NoPose):
             return found
         reason, remedy = {
@@ -294,6 +349,6 @@ class Poses:
             "gap": ("pose_gap", "raise intake.max_gap_s or the rate of the poses"),
         }[found.kind]
         text = f"{found.text}; {remedy}"
-        if any(abs(s - image.stamp_ns) <= self._config.max_gap_s * 1e9 for s in self._bad):
+        if any(abs(s - at_ns) <= self._config.max_gap_s * 1e9 for s in self._bad):
             reason, text = "bad_pose", f"the poses around this image were refused: {self._bad_text}"
         raise (NotYet if found.may_come else BadMessage)(reason, text)

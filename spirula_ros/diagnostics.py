@@ -9,7 +9,7 @@ from typing import Iterator, NamedTuple
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 
 from .publish import header
-from .watch import STATE_OF, describe_publishers
+from .watch import describe_publishers, state_of
 
 OK, WARN, ERROR = DiagnosticStatus.OK, DiagnosticStatus.WARN, DiagnosticStatus.ERROR
 CHOSEN = ("not_keyframe", "blurred", "paused", "reset", "shutdown")  # dropped because somebody wanted it so
@@ -49,10 +49,10 @@ def text(value: object) -> str:
 
 
 def all_bad(session) -> Counter:
-    """How often each thing went wrong so far, by (kind or "frames", reason)."""
+    """How often each thing went wrong so far, by (kind and camera, or "frames", reason)."""
     out = Counter({("frames", reason): n for reason, n in session.mapper.ledger.counts().dropped.items() if reason not in CHOSEN})
     for state in session.intake.states():
-        out.update({(state.kind, reason): n for reason, n in state.bad.items()})
+        out.update({(state.kind + state.camera, reason): n for reason, n in state.bad.items()})
     return out
 
 
@@ -72,13 +72,13 @@ def reports(session, seen: Counter) -> Iterator[Report]:
 
 
 def topic_report(session, source, new: Counter) -> Report:
-    state = next(s for s in session.intake.states() if s.kind == STATE_OF.get(source.kind, source.kind))
+    state = state_of(source, {(s.kind, s.camera): s for s in session.intake.states()})
     silent = state.age_s > session.ros.watch.silence_s and source.kind != "tf_static"
-    bad = {reason: n for (kind, reason), n in new.items() if kind == state.kind}
+    bad = {reason: n for (kind, reason), n in new.items() if kind == state.kind + state.camera}
     if not state.count or silent:
-        optional = source.kind in ("path", "tf_static", "info") or (source.kind in ("depth", "mask") and getattr(session.ros.intake, source.kind) == "use_if_there")
+        optional = source.kind in ("path", "tf_static", "info", "depth_info") or (source.kind in ("depth", "mask") and getattr(session.ros.intake, source.kind) == "use_if_there")
         level, message = (WARN if optional else ERROR), f"{'nothing for ' + format(state.age_s, '.0f') + ' s' if state.count else 'nothing yet'}: {describe_publishers(session.node, session.inputs, source)}"
-        level = OK if state.count and source.kind == "info" else level   # latched once is enough
+        level = OK if state.count and source.kind in ("info", "depth_info") else level   # latched once is enough
     elif bad:
         level, message = WARN, "unusable: " + ", ".join(f"{reason} {n}" for reason, n in bad.items())
     else:

@@ -9,6 +9,7 @@ from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CameraInfo, CompressedImage, Image, PointCloud2
 
 from .params import RosConfig
+from .rig import PLACE, cameras_of
 
 try:
     from tf2_msgs.msg import TFMessage
@@ -21,7 +22,7 @@ POSE_TYPES = {kind.__name__: kind for kind in (PoseStamped, PoseWithCovarianceSt
 @dataclass
 class Input:
     """`kind`: as in Intake.on; `parameter`: the one that decides about the topic; `lost`: messages that DDS reported lost; `incompatible`: publishers that cannot
-    be heard for their QoS."""
+    be heard for their QoS; `camera`: the name of that which it is of."""
     topic: str
     kind: str
     msg_type: type
@@ -29,6 +30,7 @@ class Input:
     qos: QoSProfile
     lost: int = 0
     incompatible: int = 0
+    camera: str = ""
 
     @property
     def type_name(self) -> str:
@@ -36,34 +38,46 @@ class Input:
 
 
 def inputs_of(ros: RosConfig) -> list[Input]:
-    """Every topic that the parameters ask for. Raises ValueError when TF is asked for and tf2_msgs is not installed."""
-    topics, source = ros.topics, ros.intake.pose_source
-    sensors, poses = profile(ros.qos.sensors, ros.qos.sensor_queue), profile(ros.qos.sensors, ros.qos.pose_queue)
-    image = topics.image
-    if topics.image_transport == "compressed" and not image.endswith("/compressed"):
-        image += "/compressed"
-    kind = "compressed" if image.endswith("/compressed") else "image"
-    out = [Input(image, kind, CompressedImage if kind == "compressed" else Image, "topics.image", sensors),
-           Input(topics.camera_info, "info", CameraInfo, "topics.camera_info", sensors)]
-    points = ros.intake.depth != "ignore" and ros.intake.depth_source == "points"
+    """Every topic that the parameters ask for. Raises ValueError as `cameras_of`, when TF is asked for and tf2_msgs is not installed, and when there is no path to take poses from."""
+    topics, intake, source = ros.topics, ros.intake, ros.intake.pose_source
+    poses, out = profile(ros.qos.sensors, ros.qos.pose_queue), []
+    points, cameras = intake.depth != "ignore" and intake.depth_source == "points", cameras_of(ros)
+    for name in cameras:
+        out += camera_inputs(ros, name)
     if points:
-        out.append(Input(topics.points, "points", PointCloud2, "topics.points", sensors))
-    elif ros.intake.depth != "ignore":
-        out.append(Input(topics.depth, "depth", image_type(topics.depth), "topics.depth", sensors))
-        if topics.depth_info:
-            out.append(Input(topics.depth_info, "depth_info", CameraInfo, "topics.depth_info", sensors))
-    if ros.intake.mask != "off":
-        out.append(Input(topics.mask, "mask", image_type(topics.mask), "topics.mask", sensors))
-    if source != "tf":
+        out += [Input(topics.points.replace(PLACE, name), "points", PointCloud2, "topics.points", profile(ros.qos.sensors, ros.qos.sensor_queue), camera=name)
+                for name in (cameras if PLACE in topics.points else [""] if len(cameras) > 1 else cameras)]
+    if source in ("pose", "odom"):
         out.append(Input(topics.pose, source, Odometry if source == "odom" else POSE_TYPES[topics.pose_type], "topics.pose", poses))
+    if source == "path" and not topics.path:
+        raise ValueError("intake.pose_source = path takes poses from topics.path, which is empty; name the nav_msgs/Path there")
     if topics.path:
         out.append(Input(topics.path, "path", Path, "topics.path", profile("reliable", 1)))  # every path is whole: the newest counts
     if source == "tf" and TFMessage is None:
         raise ValueError("intake.pose_source = tf needs the package tf2_msgs, which is not installed (ros-$ROS_DISTRO-tf2-msgs)")
-    if (source in ("tf", "odom") or points or topics.depth_info) and TFMessage is not None:  # with odom: base -> camera; with points: camera -> lidar; with depth_info: camera -> depth camera
+    if (source in ("tf", "odom") or points or topics.depth_info or intake.body_frame or len(cameras) > 1) and TFMessage is not None:  # base -> camera; camera -> lidar, or depth camera
         static = QoSProfile(depth=100, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
         out += [Input("/tf", "tf", TFMessage, "intake.pose_source", profile("reliable", ros.qos.pose_queue)),
                 Input("/tf_static", "tf_static", TFMessage, "intake.pose_source", static)]
+    return out
+
+
+def camera_inputs(ros: RosConfig, name: str) -> list[Input]:
+    """Image, CameraInfo, depth and mask of one camera."""
+    topics, sensors = ros.topics, profile(ros.qos.sensors, ros.qos.sensor_queue)
+    of = lambda topic: topic.replace(PLACE, name)
+    image = of(topics.image)
+    if topics.image_transport == "compressed" and not image.endswith("/compressed"):
+        image += "/compressed"
+    kind = "compressed" if image.endswith("/compressed") else "image"
+    out = [Input(image, kind, CompressedImage if kind == "compressed" else Image, "topics.image", sensors, camera=name),
+           Input(of(topics.camera_info), "info", CameraInfo, "topics.camera_info", sensors, camera=name)]
+    if ros.intake.depth != "ignore" and ros.intake.depth_source == "image":
+        out.append(Input(of(topics.depth), "depth", image_type(topics.depth), "topics.depth", sensors, camera=name))
+        if topics.depth_info:
+            out.append(Input(of(topics.depth_info), "depth_info", CameraInfo, "topics.depth_info", sensors, camera=name))
+    if ros.intake.mask != "off":
+        out.append(Input(of(topics.mask), "mask", image_type(topics.mask), "topics.mask", sensors, camera=name))
     return out
 
 

@@ -21,15 +21,16 @@ class LifecycleConfig:
 
 @dataclass(frozen=True)
 class TopicsConfig:
+    cameras: str = param("", "", "names of several cameras, e.g. 'front, rear': {camera} in topics.image, camera_info, depth, depth_info, mask (and points) and in intake.camera_frame is replaced by each; empty = one camera")
     image: str = param("image", "", "colour Image, or CompressedImage when the name ends in /compressed")
     image_transport: str = param("raw", "", "raw | compressed; compressed appends /compressed to topics.image")
     camera_info: str = param("camera_info", "", "CameraInfo of the colour image")
     depth: str = param("depth", "", "depth Image registered to the colour image, 32FC1 m or 16UC1 mm; not used with intake.depth ignore or intake.depth_source points")
     depth_info: str = param("", "", "CameraInfo of the depth camera, if topics.depth is of another one than the image: depth is registered here, with the transform that TF has; empty = it is registered")
-    points: str = param("points", "", "PointCloud2 of a lidar, which gives the depth with intake.depth_source points")
+    points: str = param("points", "", "PointCloud2 of a lidar, which gives the depth with intake.depth_source points; without {camera} it is that of all cameras")
     mask: str = param("mask", "", "mono8 Image (or png, when the name ends in /compressed), as large as the image: what is 0 is not of the scene (a person, the robot itself); see intake.mask")
-    pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf")
-    path: str = param("", "", "nav_msgs/Path of corrected poses (loop closure) of the same body as topics.pose: the map moves with it; empty = none")
+    pose: str = param("pose", "", "PoseStamped or Odometry, as intake.pose_source says; not used with tf and path")
+    path: str = param("", "", "nav_msgs/Path of corrected poses (loop closure) of the same body as topics.pose: the map moves with it; empty = none; with intake.pose_source path it is where poses come from")
     pose_type: str = param("PoseStamped", "", "message of topics.pose with pose_source pose: PoseStamped | PoseWithCovarianceStamped | TransformStamped")
 
 
@@ -84,7 +85,8 @@ CHOICES = {
     "topics.image_transport": ("raw", "compressed"),
     "topics.pose_type": ("PoseStamped", "PoseWithCovarianceStamped", "TransformStamped"),
     "qos.sensors": ("best_effort", "reliable"),
-    "intake.pose_source": ("pose", "odom", "tf"),
+    "intake.pose_source": ("pose", "odom", "tf", "path"),
+    "intake.map_on_time_jump": ("keep", "reset", "new_session"),
     "intake.depth": ("require", "use_if_there", "ignore"),
     "intake.depth_source": ("image", "points"),
     "intake.mask": ("off", "use_if_there", "require"),

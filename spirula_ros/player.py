@@ -26,6 +26,7 @@ from .progress import Progress, StopRequest
 from .replay import IMAGE_KINDS, intake_config_for, overrides_for, watching, with_source
 from .report import check_out, cut_short, prepare_folder, remove_results
 from .report_page import write_page
+from .rig import PLACE, pick_topics
 
 DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
 COMPANION_GRACE_S = 0.3  # an image that waits in the node so long waits for a message that comes later in the recording
@@ -39,7 +40,7 @@ def replay_via_ros(args) -> None:
     os.environ.update(fastdds_profile(os.environ))
     settings = settings_from(args)
     with bags.open_bag(args.bag) as bag, StopRequest(args.max_seconds) as stop:
-        topics = bags.pick_topics(bag, overrides_for(settings, topics_from(args)))
+        topics = pick_topics(bag, overrides_for(settings, topics_from(args)), settings.ros)
         settings = with_source(settings, bag, topics)
         check_out(args.out, args.bag, settings.ros.output.map_file, args.mesh, settings.config)
         out = prepare_folder(args.out).absolute()
@@ -81,16 +82,17 @@ def node_parameters(args, settings, bag: bags.Bag, topics: bags.Topics, out: Pat
         if getattr(topics, kind) not in ("", name):
             remap[name] = getattr(topics, kind)
     pose = topics.pose or topics.odom
-    values = {**values_of(replace(settings.ros, intake=intake)), **values_of(settings.config),
-              "topics.image": named(topics.image or topics.compressed, "/compressed"), "topics.image_transport": "raw",
-              "topics.camera_info": topics.info, "output.report_dir": str(out), "output.refine_seconds": float(args.refine_seconds),
+    values = {**values_of(replace(settings.ros, intake=intake)), **values_of(settings.config), "topics.image_transport": "raw", "output.report_dir": str(out), "output.refine_seconds": float(args.refine_seconds),
               "output.refine_steps": args.refine_steps, "output.mesh": args.mesh}
-    if topics.depth:
-        values["topics.depth"] = named(topics.depth, "/compressedDepth")
-    if topics.points:
-        values["topics.points"] = topics.points
-    if topics.mask:
-        values["topics.mask"] = named(topics.mask, "/compressed")
+    one = {"image": named(topics.image or topics.compressed, "/compressed"), "camera_info": topics.info, "depth": named(topics.depth, "/compressedDepth"), "points": topics.points,
+           "mask": named(topics.mask, "/compressed")}
+    if topics.rig:   # the node finds those of several cameras by the same names
+        one, remap = {}, {name: topic for name, topic in remap.items() if name.startswith("/tf")}
+        other = [topic for topic, kind, _ in topics.rig if kind in ("compressed", "depth", "mask") and bag.topics[topic].type.endswith("CompressedImage") and not topic.endswith(("/compressed", "/compressedDepth"))]
+        missing = [row for row in ("image", "camera_info", "depth") if PLACE not in getattr(settings.ros.topics, row) and not (row == "depth" and not topics.depth)]
+        if other or missing:
+            raise InputError(f"--via-ros with several cameras needs topics.{missing[0]} with {PLACE}" if missing else f"--via-ros with several cameras: {other[0]} is a CompressedImage, and its name must end in /compressed")
+    values.update({f"topics.{row}": topic for row, topic in one.items() if topic})
     if pose:
         values["topics.pose"] = pose
     values["topics.path"] = topics.path
@@ -246,7 +248,7 @@ def heard(kind: str, parameters: dict[str, Any]) -> bool:
     """Whether a node with these parameters listens to topics of this kind."""
     source, depth = parameters["intake.pose_source"], parameters["intake.depth"] != "ignore" and parameters["intake.depth_source"]
     return {"pose": source == "pose", "odom": source == "odom", "depth": depth == "image", "points": depth == "points", "mask": parameters["intake.mask"] != "off", "path": bool(parameters["topics.path"]),
-            **dict.fromkeys(("tf", "tf_static"), source != "pose" or depth == "points")}.get(kind, True)
+            **dict.fromkeys(("tf", "tf_static"), source in ("odom", "tf") or depth == "points" or bool(parameters["intake.body_frame"]) or "," in parameters["topics.cameras"])}.get(kind, True)
 
 
 def qos_of(kind: str):

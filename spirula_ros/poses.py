@@ -112,6 +112,11 @@ class PoseBuffer:
         if old > 0:
             del stamps[:old], poses[:old]
 
+    def replace(self, stamps: np.ndarray, poses: np.ndarray) -> None:
+        """These instead of all there were: stamps [n] int64 ns, increasing; poses [n,4,4]."""
+        first = max(int(np.searchsorted(stamps, stamps[-1] - self._duration_ns)), len(stamps) - self.max_poses)
+        self._stamps, self._poses = stamps[first:].tolist(), list(poses[first:])
+
     def lookup(self, stamp_ns: int) -> np.ndarray | NoPose:
         """T [4,4] float64 at the stamp: stored if the stamp is, else between its two neighbours."""
         stamps = self._stamps

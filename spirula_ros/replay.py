@@ -25,6 +25,8 @@ from .lens import resolved
 from .progress import Progress, StopRequest
 from .report import check_out, prepare_folder, remove_results, write_report
 from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refuse_other_source
+from .rig import cameras_of, pick_topics
+from .sessions import Sessions
 from .settings import Settings
 
 SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
@@ -49,7 +51,7 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
     RuntimeError if the mapper fails on the way."""
     screen = screen or sys.stderr
     with bags.open_bag(options.bag) as bag:
-        topics = bags.pick_topics(bag, overrides_for(settings, options.topics))
+        topics = pick_topics(bag, overrides_for(settings, options.topics), settings.ros)
         settings = with_source(settings, bag, topics)
         check_out(options.out, options.bag, settings.ros.output.map_file, options.mesh, settings.config)
         out = prepare_folder(options.out)
@@ -76,8 +78,8 @@ def replay(options: ReplayOptions, settings: Settings, make_mapper: Callable[[Co
             mapper.close()
     if failed or unsaved:
         raise InputError("; ".join(filter(None, (failed, unsaved, "" if failed else f"the other results are in '{options.out}'"))))
-    if run.problem:
-        print(f"warning: {run.problem}", file=screen)
+    for text in filter(None, (run.problem, *run.intake.unused())):
+        print(f"warning: {text}", file=screen)
     if mapper.ledger.counts().used == 0:
         raise InputError(f"{options.bag}: not one frame could be used{run.stopped()}; " + run.intake.describe_silence().replace("\n", "; "))
     return outcome
@@ -107,7 +109,8 @@ class Run:
         self.bag, self.topics, self.mapper, self.options, self.settings, self.stop = bag, topics, mapper, options, settings, stop
         self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
-                             clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
+                             clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None,
+                             cameras=cameras_of(settings.ros) if topics.rig else ("",), restarted=sessions_of(settings, mapper).restarted)
         self.problem, self.stopped_early, self.images_sent = "", "", 0
         self._begun = False
 
@@ -137,9 +140,9 @@ class Run:
                 self.stopped_early = self.stop.reason
                 return
             try:
-                self.intake.on(message.kind, message.msg)
+                self.intake.on(message.kind, message.msg, camera=self.topics.camera_of(message.topic))
             except BadMessage as error:
-                self.intake.refused(message.kind, error)
+                self.intake.refused(message.kind, error, self.topics.camera_of(message.topic))
             self.mapper.world_frame = self.intake.map_frame
             self.images_sent += message.kind in IMAGE_KINDS
             progress.show(1)
@@ -156,9 +159,9 @@ class Run:
         remove_results(Path(self.options.out), self.settings.ros.output.map_file, self.options.mesh)
         self._begun = True
 
-    def _correct(self, stamps, poses) -> None:
+    def _correct(self, *path) -> None:
         """A corrected path; when it is not used the mapper's hint says why."""
-        self.mapper.command("correct", stamps, poses).add_done_callback(self._corrected)
+        self.mapper.command("correct", *path).add_done_callback(self._corrected)
 
     def _corrected(self, done) -> None:
         if not isinstance(done.exception(), (PathError, type(None))):
@@ -226,7 +229,7 @@ def with_source(settings: Settings, bag: bags.Bag, topics: bags.Topics) -> Setti
     """The same, with checkpoint.source of this recording. Raises InputError when a checkpoint of another would be resumed."""
     pose_source, image = intake_config_for(settings, topics).pose_source, topics.image or topics.compressed
     first = next(bags.messages(bag, bags.Topics(image=image))).raw
-    source = bag_source(bag.path.resolve().name, first, image, "tf" if pose_source == "tf" else getattr(topics, pose_source))
+    source = bag_source(bag.path.resolve().name, first, ", ".join(topics.images), "tf" if pose_source == "tf" else getattr(topics, pose_source))
     checkpoint = replace(settings.config.checkpoint, source=source)
     refuse_other_source(checkpoint)
     return settings._replace(config=replace(settings.config, checkpoint=checkpoint))
@@ -244,6 +247,14 @@ def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
     if "intake.depth" not in settings.given and not (topics.points if config.depth_source == "points" else topics.depth):
         config = replace(config, depth="ignore")
     return resolved(config, topics.image or topics.compressed)
+
+
+def sessions_of(settings: Settings, mapper: Any) -> Sessions:
+    """Raises InputError."""
+    try:
+        return Sessions(settings.ros, mapper.command, mapper.status, lambda text: print(text, file=sys.stderr))
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 class Lossless:

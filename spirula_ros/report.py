@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Callable
 
@@ -128,7 +129,8 @@ def compose(mapper, held_out: list, seconds: float | None, timing: dict, extra: 
         "version": version(),
         "vram_total": vram.total,
         "arena_saved": vram.arena_saved,
-        "heldout": [{"stamp_ns": h.frame.stamp_ns, "psnr": h.psnr, "ssim": h.ssim, "cc_psnr": h.cc_psnr} for h in held_out],
+        "heldout": [{"stamp_ns": h.frame.stamp_ns, "psnr": h.psnr, "ssim": h.ssim, "cc_psnr": h.cc_psnr, **({"camera": h.frame.sensor} if h.frame.sensor else {})} for h in held_out],
+        **by_camera(held_out),
         "timing": timing,
         **extra,
     }
@@ -166,13 +168,25 @@ def cut_short(report: dict) -> str:
 
 
 def write_renders(folder: Path, held_out: list) -> None:
-    """<stamp_ns>.png of every held-out frame at its full size; those of an earlier run go."""
-    names = {f"{h.frame.stamp_ns}.png" for h in held_out}
+    """<stamp_ns>.png of every held-out frame at its full size (of a second camera <stamp_ns>.camera1.png); those of an earlier run go."""
+    names = {render_name(h.frame) for h in held_out}
     for old in folder.glob("*.png"):
-        if old.stem.isdigit() and old.name not in names:
+        if old.name.partition(".")[0].isdigit() and old.name not in names:
             old.unlink()
     for h in held_out:
-        write_png(folder / f"{h.frame.stamp_ns}.png", h.rgb)
+        write_png(folder / render_name(h.frame), h.rgb)
+
+
+def render_name(frame) -> str:
+    return f"{frame.stamp_ns}" + (f".camera{frame.sensor}" if frame.sensor else "") + (f".lap{frame.lap}" if frame.lap else "") + ".png"
+
+
+def by_camera(held_out: list) -> dict:
+    """The mean PSNR of each camera, where there are several."""
+    psnr = defaultdict(list)
+    for h in held_out:
+        psnr[str(h.frame.sensor)].append(h.psnr)
+    return {"heldout_psnr_by_camera": {sensor: _mean(values) for sensor, values in sorted(psnr.items())}} if len(psnr) > 1 else {}
 
 
 def write_png(path: Path, rgb: np.ndarray) -> None:

@@ -14,14 +14,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
-from rclpy.clock import Clock, ClockType
+from rclpy.clock import Clock, ClockType, JumpThreshold
 from rclpy.duration import Duration
 from rclpy.event_handler import SubscriptionEventCallbacks
 from rclpy.parameter import Parameter
 
 from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.config import Config, rows
-from spirula_gpu.mapper import Mapper, Wants
+from spirula_gpu.mapper import Mapper
 from spirula_gpu.ply import check_path
 
 from .actions import Actions
@@ -33,8 +33,10 @@ from .lens import resolved
 from .outputs import Outputs
 from .params import RosConfig
 from .resume import describe, far_from_map, intake_for, live_source, other_source
+from .rig import cameras_of
 from .services import Services
-from .watch import LOST_HINT, describe_publishers, explain, policy_name, twins
+from .sessions import Sessions
+from .watch import LOST_HINT, Silence, describe_publishers, explain, policy_name, twins
 
 TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
 TWINS_S = 5.0  # how often it is looked for another node of the same name
@@ -50,12 +52,13 @@ class Session:
         self.internal_error, self.internal_errors = "", 0
         self.hint, self._resume_hint, self._twins, self._twins_at = "", "", "", 0.0
         self._limit, self.limits_told = ("", 0.0), set()  # what limits the map, without its numbers, since when; what was said of that
-        self.first_at, self._used_at, self._explained_at = None, time.monotonic(), 0.0
+        self.first_at, self._explained_at = None, 0.0
         self.images_at_finish, self.inputs, self.active, self._paused_by_us = -1, [], False, False
         self.view: tuple[np.ndarray | None, Camera | None] = (None, None)   # as somebody asked for it; None: that of the newest frames
-        self.newest_camera: Camera | None = None
+        self.newest_camera: Camera | None = None   # of the frames that ~/render/* follows
         self._command_lock, self._ending = threading.Lock(), False
         with ExitStack() as stack:   # what was begun is undone in reverse order, now if something fails, else by close()
+            self._sessions = Sessions(ros, lambda *words: self.mapper.command(*words), lambda: self.mapper.status(), self.log.warning)
             self.mapper = make_mapper(self.config)
             stack.callback(self.mapper.close)
             self._begin(stack)
@@ -63,12 +66,17 @@ class Session:
 
     def _begin(self, stack: ExitStack) -> None:
         node, resumed = self.node, self.mapper.resumed
-        self.ros = replace(self.ros, intake=intake_for(resumed, resolved(self.ros.intake, node.resolve_topic_name(self.ros.topics.image))))
+        self.ros = replace(self.ros, intake=intake_for(resumed, resolved(self.ros.intake, node.resolve_topic_name(inputs_of(self.ros)[0].topic))))
         for line in describe(resumed, self.config.checkpoint):
             self.log.info(line)
         self._doubt_source(resumed and other_source(resumed.source, self.config.checkpoint.source))
         self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None,
-                             unregistered=bool(self.ros.topics.depth_info))
+                             cameras_of(self.ros), self._restarted, unregistered=bool(self.ros.topics.depth_info))
+        self._view_sensor, self._silence = len(self.intake.cameras), Silence(len(self.intake.cameras), time.monotonic())
+        jumps = node.get_clock().create_jump_callback(  # held: it goes with its handle
+            JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=False),
+            post_callback=self.safely("a jump of the clock", lambda _: self.intake.clock_jumped(node.get_clock().now().nanoseconds)))
+        stack.callback(jumps.unregister)
         self.background = concurrent.futures.ThreadPoolExecutor(1, "finish")
         stack.callback(self.background.shutdown, wait=False, cancel_futures=True)
         self.outputs = Outputs(self, stack)
@@ -96,7 +104,8 @@ class Session:
             self._subscriptions.append(self.node.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events))
         if self._paused_by_us:
             self.mapper.command("pause", False)
-        self.active, self._paused_by_us, self._used_at, self.hint = True, False, time.monotonic(), ""
+        self.active, self._paused_by_us, self.hint = True, False, ""
+        self._silence.expected(time.monotonic())
         self.log.info("listening to " + ", ".join(source.topic for source in inputs))
 
     def deactivate(self) -> None:
@@ -111,8 +120,10 @@ class Session:
 
     def _with_source(self, ros: RosConfig, config: Config) -> Config:
         """The engine's configuration with checkpoint.source: a player names the recording, otherwise it is the topics."""
-        c, (image, *_), source, name = config.checkpoint, inputs_of(ros), ros.intake.pose_source, self.node.resolve_topic_name
-        return replace(config, checkpoint=replace(c, source=c.source or live_source(name(image.topic), "tf" if source == "tf" else name(ros.topics.pose))))
+        c, topics, source, name = config.checkpoint, ros.topics, ros.intake.pose_source, self.node.resolve_topic_name
+        images = ", ".join(name(i.topic) for i in inputs_of(ros) if i.kind in ("image", "compressed"))
+        poses = "tf" if source == "tf" else name(topics.path if source == "path" else topics.pose)
+        return replace(config, checkpoint=replace(c, source=c.source or live_source(images, poses)))
 
     def _doubt_source(self, text: str | None) -> None:
         """The frames may not be those of the map that was resumed: said once in the log, and in the status for good."""
@@ -121,7 +132,7 @@ class Session:
             self.log.warning(text)
 
     def _receiver(self, source: Input):
-        return self.safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg))
+        return self.safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg, camera=source.camera))
 
     def _now_s(self) -> float:
         """The clock that frames wait by: that of the recording when it drives the node, else one that never jumps."""
@@ -131,13 +142,17 @@ class Session:
 
     def _take(self, frame: Frame) -> None:
         """A complete frame from the intake."""
-        self._used_at, self.hint, self.mapper.world_frame = time.monotonic(), "", self.intake.map_frame
+        now, self.mapper.world_frame = time.monotonic(), self.intake.map_frame
+        self._silence.used(frame.sensor, now)
+        if not self._silence.of(now, self.ros.watch.silence_s)[0]:
+            self.hint = ""
         if self.first_at is None:
             self._doubt_source(far_from_map(self.mapper.resumed, frame.T_world_cam))
-        self.first_at = self.first_at or self._used_at
-        self.outputs.frame_id = frame.frame_id
+        self.first_at = self.first_at or now
         self.outputs.stamp_delay_ms = (self.node.get_clock().now().nanoseconds - frame.stamp_ns) / 1e6
-        if frame.camera != self.newest_camera:
+        if frame.sensor <= self._view_sensor:   # as Keyframes.shown
+            self.outputs.frame_id, self._view_sensor = frame.frame_id, frame.sensor
+        if frame.sensor == self._view_sensor and frame.camera != self.newest_camera:
             self.newest_camera = frame.camera
             self.show(*self.view)
         try:
@@ -153,9 +168,15 @@ class Session:
             camera = c.resized(limit, max(1, round(c.height * limit / c.width)))
         self.mapper.command("view", T_world_cam, camera)
 
-    def _correct(self, stamps, poses) -> None:
+    def _correct(self, *path) -> None:
         """A corrected path from the intake."""
-        self.mapper.command("correct", stamps, poses).add_done_callback(self._corrected)
+        self.mapper.command("correct", *path).add_done_callback(self._corrected)
+
+    def _restarted(self, lap: int) -> None:
+        """The stamps of images have jumped back."""
+        self._sessions.restarted(lap)
+        if self.ros.intake.map_on_time_jump != "keep":
+            self.outputs.mesh.clear()
 
     def _corrected(self, done) -> None:
         if done.exception() is not None:
@@ -191,12 +212,12 @@ class Session:
 
     def _explain_silence(self, now: float) -> None:
         if self.mapper.ledger.counts().frames_in == self.images_at_finish:
-            self._used_at = now  # the recording is over: silence is no surprise until another image comes
-        watch, silent_s = self.ros.watch, now - self._used_at
-        if silent_s < watch.silence_s or now < self._explained_at + (watch.repeat_s if self.hint else 0):
+            self._silence.expected(now)  # the recording is over: silence is no surprise until another image comes
+        watch, (silent, silent_s) = self.ros.watch, self._silence.of(now, self.ros.watch.silence_s)
+        if not silent or now < self._explained_at + (watch.repeat_s if self.hint else 0):
             return
         self._explained_at = now
-        self.hint = explain(self.node, self.inputs, self.intake, silent_s)
+        self.hint = explain(self.node, self.inputs, self.intake, silent_s, silent)
         self.log.warning(self.hint)
 
     def _explain_limit(self, now: float) -> None:

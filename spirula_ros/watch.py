@@ -62,6 +62,12 @@ def describe_input(node, inputs: list[Input], source: Input, state: InputState) 
     return line
 
 
+def state_of(source: Input, states: dict[tuple[str, str], InputState]) -> InputState:
+    """By (kind, camera); the points of one lidar are with each of several cameras."""
+    kind = STATE_OF.get(source.kind, source.kind)
+    return states.get((kind, source.camera)) or next(state for (of, _), state in states.items() if of == kind)
+
+
 def twins(node) -> str:
     """What to say when another node has this one's name; else empty."""
     own = node.get_fully_qualified_name()
@@ -74,11 +80,39 @@ def listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{reason} {n}" for reason, n in counts.items()) or "none"
 
 
-def explain(node, inputs: list[Input], intake: Intake, silent_s: float) -> str:
-    """The whole story in a few lines."""
-    counts, states = intake.ledger.counts(), {state.kind: state for state in intake.states()}
+class Silence:
+    """Since when each camera has brought no usable frame, by time.monotonic()."""
+
+    def __init__(self, cameras: int, now: float):
+        self._used_at = [now] * cameras
+
+    def used(self, sensor: int, now: float) -> None:
+        self._used_at[sensor] = now
+
+    def expected(self, now: float) -> None:
+        """Nothing is missing up to now."""
+        self._used_at = [now] * len(self._used_at)
+
+    def of(self, now: float, limit_s: float) -> tuple[list[int], float]:
+        """(sensors that have been silent for that long, for how many seconds the last of them has been at least)."""
+        silent = [sensor for sensor, at in enumerate(self._used_at) if now - at >= limit_s]
+        return silent, min((now - self._used_at[sensor] for sensor in silent), default=0.0)
+
+
+def explain(node, inputs: list[Input], intake: Intake, silent_s: float, silent: list[int]) -> str:
+    """The whole story in a few lines; silent: the cameras that it is about."""
+    counts, states = intake.ledger.counts(), {(state.kind, state.camera): state for state in intake.states()}
+    cameras = [intake.cameras[sensor] for sensor in silent]
+    if len(cameras) < len(intake.cameras):   # what others bring is no part of the story
+        names = [camera.name for camera in intake.cameras if camera not in cameras]
+        lines = [f"no usable frame of camera {', '.join(camera.name for camera in cameras)} for {silent_s:.0f} s, while {', '.join(names)} bring{'s' * (len(names) == 1)} some:"]
+        lines += ["  " + describe_input(node, inputs, source, state_of(source, states)) for source in inputs if source.camera not in names]
+        for camera in cameras:
+            lines += [f"  {camera.name}: {len(camera.waiting)} images wait for: {camera.waiting_for}"] if camera.waiting else []
+            lines += [f"  {camera.name}: newest problem: {camera.last_problem}"] if camera.last_problem else []
+        return "\n".join(lines + ["  " + LOST_HINT] * any(source.lost for source in inputs if source.camera not in names))
     lines = [f"no usable frame for {silent_s:.0f} s: {counts.frames_in} images in, {counts.used} used, {counts.pending} waiting, dropped: {listed(counts.dropped)}"]
-    lines += ["  " + describe_input(node, inputs, source, states[STATE_OF.get(source.kind, source.kind)]) for source in inputs]
+    lines += ["  " + describe_input(node, inputs, source, state_of(source, states)) for source in inputs]
     if intake.pending:
         lines.append(f"  {intake.pending} images wait for: {intake.waiting_for}")
     if intake.last_problem:

@@ -156,7 +156,7 @@ def test_drift_is_taken_back_also_between_the_poses_of_a_sparse_path(every):
     corrected = found.D @ track.poses
     error = np.linalg.norm(corrected[:, :3, 3] - true[:, :3, 3], axis=1)
     assert error.max() < 0.004 and found.moved[60:].all() and not found.moved[:50 - every].any()
-    track.correct(found)
+    found.apply(track)
     assert not motions(track, track.stamps[::every], true[::every], SCALE).moved.any(), "the same path once more is a no-op"
 
 
@@ -332,7 +332,7 @@ def test_frames_that_wait_are_corrected_too():
 def test_gaussians_whose_keyframe_has_gone_move_as_it_would(every):
     """A path of every third frame: the motion of the others lies between."""
     mapper = mapped(train__max_keyframes=3)
-    stamps = dict(enumerate(mapper._owners))
+    stamps = {id: stamp for id, (_, stamp, _) in enumerate(mapper._owners)}
     assert len(mapper._keyframes) == 3 and len(stamps) > 8
     means, owner = mapper._engine.read("map.mean"), mapper._engine.read("map.owner")
     gone = np.setdiff1d(owner, [k.id for k in mapper._keyframes])

@@ -392,7 +392,7 @@ def test_an_exception_that_nobody_thought_of_is_counted(place, monkeypatch):
         raise ZeroDivisionError("eleven")
     rig = Rig(depth="ignore")
     rig.all_at(T0)
-    module = "intake" if place == "image_to_rgb" else "companions"
+    module = "one_camera" if place == "image_to_rgb" else "companions"
     with monkeypatch.context() as patch:
         patch.setattr(f"spirula_ros.{module}.{place}", broken)
         rig.info(f=50.0)

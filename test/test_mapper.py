@@ -12,7 +12,8 @@ import spirula_gpu.keyframes
 from spirula_gpu.camera import Camera, Frame
 from spirula_gpu.checkpoint_file import CheckpointError
 from spirula_gpu.config import Config, GateConfig, TrainConfig, replaced, rows
-from spirula_gpu.keyframes import Gate, Keyframe, Keyframes
+from spirula_gpu.gate import Gate
+from spirula_gpu.keyframes import Keyframe, Keyframes
 from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.mesh import MeshError
 from spirula_gpu.native import NativeError

@@ -155,8 +155,8 @@ def test_a_corrected_path_reaches_the_mapper_as_camera_poses(rig):
     for pose in poses:
         pose.pose.orientation.w, pose.pose.position.y = 1.0, 0.5
     latched.publish(PathMsg(header=header(200_000_000, "map"), poses=poses))
-    name, stamps, T = rig.until(lambda: next((c for c in rig.mapper.commands if c[0] == "correct"), None))
-    assert stamps.tolist() == [100_000_000, 200_000_000] and T.shape == (2, 4, 4) and (T[:, 1, 3] == 0.5).all()
+    name, stamps, T, sensors = rig.until(lambda: next((c for c in rig.mapper.commands if c[0] == "correct"), None))
+    assert sensors.tolist() == [0, 0] and stamps.tolist() == [100_000_000, 200_000_000] and T.shape == (2, 4, 4) and (T[:, 1, 3] == 0.5).all()
     latched.publish(PathMsg(header=header(200_000_000, "elsewhere"), poses=[PoseStamped(pose=pose.pose) for pose in poses]))
     rig.until(lambda: "path is in frame 'elsewhere', the map in 'map'" in rig.session.intake.last_problem)
     assert rig.session.internal_errors == 0 and sum(c[0] == "correct" for c in rig.mapper.commands) == 1

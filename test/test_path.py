@@ -33,7 +33,7 @@ def test_a_path_becomes_stamps_and_camera_poses(family):
     assert not rig.paths, "before the first image nothing is to be corrected"
     rig.all_at(T0)
     rig.intake.on("path", path([T0, T0 + PERIOD], [0.1, 0.2], family=family), rig.now)
-    (stamps, poses), = rig.paths
+    (stamps, poses, _), = rig.paths
     assert stamps.tolist() == [T0, T0 + PERIOD] and stamps.dtype == np.int64
     np.testing.assert_allclose(poses[:, :3, 3], [(0.1, 0, 0.5), (0.2, 0, 0.5)])
     np.testing.assert_allclose(poses[:, :3, :3], [np.diag([-1, -1, 1])] * 2, atol=1e-12)
@@ -55,7 +55,7 @@ def test_extrinsics_come_from_tf():
     odom.image(T0)
     odom.intake.on("path", path([T0], [0.1]), odom.now)
     for r in (rig, odom):
-        (_, poses), = r.paths
+        (_, poses, _), = r.paths
         np.testing.assert_allclose(poses[0, :3, 3], [0.1, 3, 2])
         np.testing.assert_allclose(r.frames[0].T_world_cam[:3, 3], [0, 3, 2])
 
