@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Callable
 
 from geometry_msgs.msg import PoseStamped, PoseWithCovarianceStamped, TransformStamped
 from nav_msgs.msg import Odometry, Path
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CameraInfo, CompressedImage, Image, PointCloud2
 
+from .cdr import READERS
 from .params import RosConfig
 
 try:
@@ -31,6 +33,11 @@ class Input:
     @property
     def type_name(self) -> str:
         return f"{self.msg_type.__module__.split('.')[0]}/msg/{self.msg_type.__name__}"
+
+    @property
+    def reader(self) -> Callable[[bytes], Any] | None:
+        """Of large messages, which are taken as bytes; None: rclpy makes the object. Raises BadMessage."""
+        return READERS.get(self.type_name)
 
 
 def inputs_of(ros: RosConfig) -> list[Input]:

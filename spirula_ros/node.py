@@ -36,6 +36,7 @@ from spirula_gpu.mapper import Mapper, Wants
 from spirula_gpu.native import NativeError
 from spirula_gpu.ply import check_path
 
+from .convert import BadMessage
 from .finish import finish, save_files
 from .inputs import Input, check_distinct, inputs_of
 from .intake import Intake
@@ -100,7 +101,7 @@ class TrainNode(Node):
             events = SubscriptionEventCallbacks(
                 incompatible_qos=self._safely(f"the QoS of {source.topic}", lambda info, s=source: self._incompatible(s, info)),
                 message_lost=self._safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
-            self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events)
+            self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events, raw=source.reader is not None)
 
     def _with_source(self):
         """The engine's configuration with checkpoint.source: a player names the recording, otherwise it is the topics."""
@@ -115,7 +116,15 @@ class TrainNode(Node):
             self.get_logger().warning(text)
 
     def _receiver(self, source: Input):
-        return self._safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg))
+        return self._safely(f"the topic {source.topic}", lambda msg: self._receive(source, msg))
+
+    def _receive(self, source: Input, msg) -> None:
+        """msg: rclpy's, or the bytes of a large one."""
+        try:
+            msg = source.reader(msg) if source.reader else msg
+        except BadMessage as error:
+            return self.intake.refused(source.kind, error)
+        self.intake.on(source.kind, msg)
 
     def _now_s(self) -> float:
         """The clock that frames wait by: that of the recording when it drives the node, else one that never jumps."""

@@ -647,3 +647,15 @@ def test_a_map_path_that_cannot_be_written_is_refused_at_the_start(path):
 def test_a_map_path_that_can_be_written_or_none_is_taken(tmp_path):
     check_path("output.map_path", "")
     check_path("output.map_path", str(tmp_path / "map.ply"))
+
+
+@pytest.mark.parametrize("rig", [{"intake.depth": "require"}, {"intake.depth_source": "points"}], indirect=True)
+def test_bytes_that_are_no_message_are_counted(rig):
+    """Images and points are taken as bytes and read by cdr.py."""
+    points = rig.node.ros.intake.depth_source == "points"
+    depth = rig.robot.create_publisher(PointCloud2, "points", BEST_EFFORT) if points else rig.depth
+    rig.until(lambda: rig.image.get_subscription_count() and depth.get_subscription_count())
+    rig.image.publish(b"\0\1\0\0" + bytes(5))
+    depth.publish(b"\0\1\0\0" + bytes(9))
+    rig.until(lambda: rig.mapper.ledger.counts().dropped.get("bad_message") == 1 and rig.node.intake.states()[1].bad)
+    assert rig.node.intake.states()[1].bad == {"bad_message": 1} and "it was cut" in rig.node.intake.last_problem and rig.node.internal_errors == 0
