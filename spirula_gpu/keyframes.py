@@ -29,8 +29,14 @@ class Gated(NamedTuple):
     """What the gate remembers."""
     poses: np.ndarray          # [G,4,4] float64 T_world_cam of the newest keyframes, at most GATE_POSES
     stamps: np.ndarray         # [G] int64 ns, of the same
-    sharpness: list[float]     # of the newest frames
+    sharpness: list[float]     # of the newest frames that showed something new
     last_stamp_ns: int | None  # of the newest keyframe
+
+
+def sharpness_of(rgb: np.ndarray) -> float:
+    """Variance of the Laplacian of [H,W,3] uint8; whole numbers, so 16 bits hold it."""
+    _, deviation = cv2.meanStdDev(cv2.Laplacian(cv2.cvtColor(rgb, cv2.COLOR_RGB2GRAY), cv2.CV_16S))
+    return float(deviation[0, 0]) ** 2
 
 
 class Gate:
@@ -57,11 +63,11 @@ class Gate:
         self._poses = np.where(moved[:, None, None], D @ self._poses, self._poses)
 
     def refuses(self, frame: Frame, config: GateConfig) -> str | None:
-        """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`)."""
-        sharpness = float(cv2.Laplacian(cv2.cvtColor(frame.rgb, cv2.COLOR_RGB2GRAY), cv2.CV_32F).var())
-        self._sharpness.append(sharpness)
-        if not self._is_new(frame, config):
+        """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`). The pose decides first: only then is the image looked at."""
+        if not self.is_new(frame.stamp_ns, frame.T_world_cam, config):
             return "not_keyframe"
+        sharpness = sharpness_of(frame.rgb)
+        self._sharpness.append(sharpness)
         if sharpness < config.min_sharpness * float(np.median(self._sharpness)):
             return "blurred"
         self._poses = np.concatenate([self._poses[1 - GATE_POSES:], frame.T_world_cam[None]])
@@ -69,11 +75,12 @@ class Gate:
         self._last_stamp_ns = frame.stamp_ns
         return None
 
-    def _is_new(self, frame: Frame, config: GateConfig) -> bool:
-        if self._last_stamp_ns is None or abs(frame.stamp_ns - self._last_stamp_ns) >= config.max_interval_s * 1e9:
+    def is_new(self, stamp_ns: int, T_world_cam: np.ndarray, config: GateConfig) -> bool:
+        """Whether a frame of that pose [4,4] shows something new, however sharp it is."""
+        if self._last_stamp_ns is None or abs(stamp_ns - self._last_stamp_ns) >= config.max_interval_s * 1e9:
             return True
-        moved = np.linalg.norm(self._poses[:, :3, 3] - frame.T_world_cam[:3, 3], axis=1) >= config.min_translation_m
-        traces = np.einsum("nij,ij->n", self._poses[:, :3, :3], frame.T_world_cam[:3, :3])
+        moved = np.linalg.norm(self._poses[:, :3, 3] - T_world_cam[:3, 3], axis=1) >= config.min_translation_m
+        traces = np.einsum("nij,ij->n", self._poses[:, :3, :3], T_world_cam[:3, :3])
         turned = np.degrees(np.arccos(np.clip((traces - 1) / 2, -1, 1))) >= config.min_rotation_deg
         return bool((moved | turned).all())
 

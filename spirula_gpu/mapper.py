@@ -115,6 +115,19 @@ class Mapper:
                 raise
 
     # ---- T0 -------------------------------------------------------------------------------------------------------
+    def refuses(self, stamp_ns: int, T_world_cam: np.ndarray) -> bool:
+        """Before the pixels of a frame that is not held out are made: True, and it is counted under its reason, if by its pose [4,4] alone submit() would drop it."""
+        state = self._status.get().state
+        if state in ("error", "paused"):
+            self.ledger.dropped(state)
+            return True
+        with self._submitting:
+            if self._gate.is_new(stamp_ns, T_world_cam, self.config.gate):
+                return False
+            self._track.add(stamp_ns, T_world_cam)
+        self.ledger.dropped("not_keyframe")
+        return True
+
     def submit(self, frame: Frame) -> None:
         """Through the gate into the inbox. The receiver of the image has called ledger.arrived() before."""
         status = self._status.get()

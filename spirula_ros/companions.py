@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from spirula_gpu.points import project
 
-from .convert import BadMessage, Rectifier, check_near, depth_to_m, info_key, mask_from_msg, path_from_msg, pose_from_msg, rectifier_from_info
+from .convert import BadMessage, Rectifier, check_image, check_near, depth_to_m, image_to_rgb, info_key, mask_from_msg, path_from_msg, pose_from_msg, rectifier_from_info
 from .pointcloud import points_from_msg
 from .poses import JUMP_NS, NoPose, PoseBuffer, TfBuffer, inverse, matrix_from_pose
 
@@ -21,11 +22,35 @@ class NotYet(BadMessage):
     """Something is missing that may still come; the image is dropped under this reason if it does not."""
 
 
+class Pixels:
+    """Those of an Image or CompressedImage, decoded when they are first asked for. Raises BadMessage at once when an Image cannot be decoded."""
+
+    def __init__(self, msg: Any):
+        self._msg = msg
+        self._size = None if hasattr(msg, "format") else check_image(msg)
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(width, height); None: of a CompressedImage that is not decoded yet."""
+        return self.rgb.shape[1::-1] if "rgb" in self.__dict__ else self._size
+
+    @cached_property
+    def rgb(self) -> np.ndarray:
+        """[H,W,3] uint8, as it came. Raises BadMessage."""
+        rgb, self._msg = image_to_rgb(self._msg), None
+        return rgb
+
+
 class WaitingImage(NamedTuple):
     stamp_ns: int
     frame_id: str          # of the camera's optical frame
-    rgb: np.ndarray        # [H,W,3] uint8, as it came
+    pixels: Pixels
     arrival_s: float
+
+    @property
+    def rgb(self) -> np.ndarray:
+        """[H,W,3] uint8, as it came. Raises BadMessage."""
+        return self.pixels.rgb
 
 
 class Lens:
@@ -49,14 +74,15 @@ class Lens:
             raise self._lens
 
     def of(self, image: WaitingImage) -> Rectifier:
+        """Raises NotYet, BadMessage. The size of an image that is not decoded yet is not looked at."""
         if self._lens is None:
             raise NotYet("no_camera_info", f"no CameraInfo within intake.wait_s = {self._config.wait_s} s of an image; is its topic the right one, "
                                            "and does the driver publish it?")
         if isinstance(self._lens, BadMessage):
             raise self._lens
-        (height, width), raw = image.rgb.shape[:2], self._lens.raw
-        if (width, height) != (raw.width, raw.height):
-            raise BadMessage("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height}; take the camera_info of this very "
+        size, raw = image.pixels.size, self._lens.raw
+        if size not in (None, (raw.width, raw.height)):
+            raise BadMessage("info_size_mismatch", f"image is {size[0]}x{size[1]}, CameraInfo {raw.width}x{raw.height}; take the camera_info of this very "
                                                    "topic (after resizing: that of the resize node)")
         return self._lens
 

@@ -73,10 +73,7 @@ def image_to_rgb(msg: Any) -> np.ndarray:
     view on the message's bytes. Raises BadMessage: unknown_encoding, bad_image_size, bad_image_data."""
     if hasattr(msg, "format"):
         return cv2.cvtColor(_decompressed(msg, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION), cv2.COLOR_BGR2RGB)
-    encoding = _ENCODINGS.get(msg.encoding)
-    if encoding is None:
-        raise BadMessage("unknown_encoding", f"image encoding '{msg.encoding}' is not supported; use one of "
-                                             f"{', '.join(_ENCODINGS)} (image_proc or the camera driver can convert)")
+    encoding = _encoding(msg)
     pixels = _pixels(msg, encoding.dtype, encoding.channels)
     try:
         return np.ascontiguousarray(encoding.to_rgb(pixels))
@@ -85,13 +82,37 @@ def image_to_rgb(msg: Any) -> np.ndarray:
                                            f"{error.err or error}; have the driver send another size or encoding") from None
 
 
+def check_image(msg: Any) -> tuple[int, int]:
+    """(width, height) of a sensor_msgs/Image. Raises BadMessage as image_to_rgb does, but looks at no pixel."""
+    encoding = _encoding(msg)
+    _check_size(msg, encoding.dtype, encoding.channels)
+    if encoding.channels == 2 and msg.width % 2:
+        raise BadMessage("bad_image_size", f"image of {msg.width}x{msg.height} '{msg.encoding}' cannot be converted: 4:2:2 needs an even width; have the driver send another "
+                                           "size or encoding")
+    return msg.width, msg.height
+
+
+def _encoding(msg: Any) -> _Encoding:
+    encoding = _ENCODINGS.get(msg.encoding)
+    if encoding is None:
+        raise BadMessage("unknown_encoding", f"image encoding '{msg.encoding}' is not supported; use one of "
+                                             f"{', '.join(_ENCODINGS)} (image_proc or the camera driver can convert)")
+    return encoding
+
+
+def _check_size(msg: Any, dtype: type, channels: int) -> np.ndarray:
+    """The message's bytes [n] uint8: enough for its size."""
+    row, data = msg.width * channels * np.dtype(dtype).itemsize, bytes_of(msg.data)
+    if msg.width < 1 or msg.height < 1 or msg.step < row or len(data) < msg.step * (msg.height - 1) + row:
+        raise BadMessage("bad_image_size", f"image of {msg.width}x{msg.height} '{msg.encoding}', step {msg.step}: needs a step of at least {row} bytes and "
+                                           f"{max(msg.step, row) * max(msg.height, 1)} bytes of data, has {len(data)}; the publisher is broken or the message was cut")
+    return data
+
+
 def _pixels(msg: Any, dtype: type, channels: int) -> np.ndarray:
     """[H,W,channels] (or [H,W] for one channel): a view on the message's bytes; a byte-swapped copy if they are foreign."""
+    data = _check_size(msg, dtype, channels)
     width, height, step, size = msg.width, msg.height, msg.step, np.dtype(dtype).itemsize
-    row, data = width * channels * size, bytes_of(msg.data)
-    if width < 1 or height < 1 or step < row or len(data) < step * (height - 1) + row:
-        raise BadMessage("bad_image_size", f"image of {width}x{height} '{msg.encoding}', step {step}: needs a step of at least {row} bytes and "
-                                           f"{max(step, row) * max(height, 1)} bytes of data, has {len(data)}; the publisher is broken or the message was cut")
     order = np.dtype(dtype).newbyteorder(">" if msg.is_bigendian else "<")
     out = np.ndarray((height, width, channels), order, data, 0, (step, channels * size, size))
     out = out if order.isnative else out.astype(dtype)

@@ -16,8 +16,8 @@ from spirula_gpu.camera import Frame
 from spirula_gpu.config import param
 from spirula_gpu.report import FrameLedger
 
-from .companions import Clouds, Depths, Lens, Masks, NotYet, Paired, Poses, WaitingImage
-from .convert import BadMessage, image_to_rgb, stamp_ns
+from .companions import Clouds, Depths, Lens, Masks, NotYet, Paired, Pixels, Poses, WaitingImage
+from .convert import BadMessage, stamp_ns
 from .poses import JUMP_NS
 
 
@@ -78,11 +78,15 @@ class Intake:
     """Messages in (`on_*`), Frames out (`emit`). Every image counts once in the ledger: arrived here, and then dropped here
     under one reason or emitted (whoever takes the Frame counts it on). `last_problem` says the newest problem in words.
 
+    refuses: called with stamp in ns and T_world_cam [4,4] of an image that is complete and not held out, before anything is decoded. True: it will not be taken,
+    and who is called has counted it (Mapper.refuses).
     correct: called with (stamps [n] int64 ns, T_world_cam [n,4,4]) of each corrected path, once the images up to its end have been emitted.
     clock: what an arrival without a time is given; None: time is the stamp of the newest image (lossless replay)."""
 
     def __init__(self, config: IntakeConfig, ledger: FrameLedger, emit: Callable[[Frame], None], holdout_every: int = 0,
-                 clock: Callable[[], float] | None = time.monotonic, correct: Callable[[np.ndarray, np.ndarray], None] | None = None):
+                 clock: Callable[[], float] | None = time.monotonic, correct: Callable[[np.ndarray, np.ndarray], None] | None = None,
+                 refuses: Callable[[int, np.ndarray], bool] = lambda stamp_ns, T_world_cam: False):
+        self._refuses = refuses
         self.config, self.ledger, self._emit, self._holdout_every, self._clock = config, ledger, emit, holdout_every, clock
         with_points, masked = config.depth_source == "points", config.mask != "off"
         self._inputs = {kind: _Input() for kind in ("image", "points" if with_points else "depth", "info", "pose", *(["mask"] if masked else []), "tf", *(["path"] if correct else []))}
@@ -122,7 +126,7 @@ class Intake:
         stamp = self._arrived("image", stamp_ns(msg.header), arrival_s)
         try:
             self._check_image_stamp(stamp)
-            rgb = image_to_rgb(msg)
+            pixels = Pixels(msg)
         except Exception as error:
             self._refuse("image", _bad(error))
             return
@@ -131,7 +135,7 @@ class Intake:
             self._drop(BadMessage("queue_full", f"{self.config.queue_frames} images wait ({self.waiting_for}); the oldest was dropped; limit: "
                                                 "intake.queue_frames"))
         self._camera_frame = self.config.camera_frame or msg.header.frame_id.lstrip("/")
-        self._waiting.append(WaitingImage(stamp, self._camera_frame, rgb, self._now_s))
+        self._waiting.append(WaitingImage(stamp, self._camera_frame, pixels, self._now_s))
         self._advance()
 
     on_compressed = on_image
@@ -306,7 +310,8 @@ class Intake:
                 self._drop(_bad(error))
             else:
                 self._waiting.popleft()
-                self._emit(frame)
+                if frame is not None:
+                    self._emit(frame)
         self.waiting_for = ""
 
     def _pass_path(self) -> None:
@@ -315,15 +320,27 @@ class Intake:
             path, self._path = self._path, None
             self._correct(*path)
 
-    def _complete(self, image: WaitingImage, late: bool) -> Frame:
-        """Raises NotYet, BadMessage."""
+    def _complete(self, image: WaitingImage, late: bool) -> Frame | None:
+        """None: the mapper does not want it. Pixels are made last, and only for what it wants. Raises NotYet, BadMessage."""
         lens = self._lens.of(image)
         T_world_cam = self._poses.of(image)
         depth, mask = (stream.of(image, late or self._never_came(stream, image)) for stream in (self._depths, self._masks))  # before either is decoded
-        depth_m, mask = (None if found is None else stream.read(found, image, lens, T_world_cam) for stream, found in ((self._depths, depth), (self._masks, mask)))
         held_out = self._holdout_every > 0 and self._n_complete % self._holdout_every == self._holdout_every // 2
+        if not held_out and self._refuses(image.stamp_ns, T_world_cam):
+            self._n_complete += 1
+            return None
+        rgb, lens = self._decoded(image), self._lens.of(image)   # again: now its size is known
+        depth_m, mask = (None if found is None else stream.read(found, image, lens, T_world_cam) for stream, found in ((self._depths, depth), (self._masks, mask)))
         self._n_complete += 1
-        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), depth_m, held_out, image.frame_id, mask)
+        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(rgb), depth_m, held_out, image.frame_id, mask)
+
+    def _decoded(self, image: WaitingImage) -> np.ndarray:
+        """[H,W,3] uint8. Raises BadMessage, which counts as one of the image's message."""
+        try:
+            return image.rgb
+        except Exception as error:
+            self._inputs["image"].bad[_bad(error).reason] += 1
+            raise
 
     def _never_came(self, stream: Paired, image: WaitingImage) -> bool:
         """Optional depth, or masks, that have never been seen are waited for by the first images only."""

@@ -71,7 +71,8 @@ class TrainNode(Node):
         self.ros = replace(self.ros, intake=intake_for(self.mapper.resumed, self.ros.intake))
         for line in describe(self.mapper.resumed, self.config.checkpoint):
             self.get_logger().info(line)
-        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None)
+        self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None,
+                             self._refuses)
         self.outputs = Outputs(self, self.mapper)
         self.internal_error, self.internal_errors = "", 0
         self._hint, self._view_camera, self._resume_hint = "", None, ""
@@ -131,6 +132,13 @@ class TrainNode(Node):
         if self.get_parameter("use_sim_time").value:
             return self.get_clock().now().nanoseconds / 1e9
         return time.monotonic()
+
+    def _refuses(self, stamp_ns: int, T_world_cam) -> bool:
+        """As Mapper.refuses: the map does not need an image, which is no silence."""
+        if not self.mapper.refuses(stamp_ns, T_world_cam):
+            return False
+        self._used_at, self._hint = time.monotonic(), ""
+        return True
 
     def _take(self, frame: Frame) -> None:
         """A complete frame from the intake."""

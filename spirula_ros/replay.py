@@ -106,7 +106,8 @@ class Run:
         self.bag, self.topics, self.mapper, self.options, self.settings, self.stop = bag, topics, mapper, options, settings, stop
         self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
-                             clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None)
+                             clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None,
+                             refuses=self.driver.refuses)
         self.problem, self.stopped_early, self.images_sent = "", "", 0
         self._begun = False
 
@@ -255,6 +256,12 @@ class Lossless:
         self.mapper.submit(frame)
         self._work_off()
 
+    def refuses(self, stamp_ns: int, T_world_cam) -> bool:
+        if not self.mapper.refuses(stamp_ns, T_world_cam):
+            return False
+        self._work_off()   # as after a frame that is taken
+        return True
+
     def _work_off(self) -> None:
         self.mapper.run_due()
         while self.mapper.status().state == "paused" and not self.stop.reason:
@@ -284,9 +291,16 @@ class Live:
         mapper.start()
 
     def take(self, frame) -> None:
+        self._check()
+        self.mapper.submit(frame)
+
+    def refuses(self, stamp_ns: int, T_world_cam) -> bool:
+        self._check()
+        return self.mapper.refuses(stamp_ns, T_world_cam)
+
+    def _check(self) -> None:
         if self.mapper.status().state == "error":
             raise RuntimeError(self.mapper.status().last_error)
-        self.mapper.submit(frame)
 
     def settle(self) -> None:
         wait_until_idle(self.mapper, self.stop)

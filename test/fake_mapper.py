@@ -33,6 +33,9 @@ class FakeMapper:
     def stop(self):
         self.stopped, self.state = True, "error" if self.state == "error" else "stopped"
 
+    def refuses(self, stamp_ns, T_world_cam):
+        return False
+
     def submit(self, frame):
         self.frames.append(frame)
         self.ledger.used()
