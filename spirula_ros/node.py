@@ -87,7 +87,8 @@ class TrainNode(Node):
         self._serve()
         self.add_on_set_parameters_callback(self._set_parameters)
         self.web = self._open_viewer() if self.ros.web.enabled else None
-        self.create_timer(TICK_S, self._safely("the timer", self._tick), clock=Clock(clock_type=ClockType.STEADY_TIME))
+        tick = self._safely("the timer", self._tick)
+        self.create_timer(TICK_S, lambda: tick(), clock=Clock(clock_type=ClockType.STEADY_TIME))
         self.mapper.start()
         self.get_logger().info("listening to " + ", ".join(source.topic for source in self.inputs))
 
