@@ -38,7 +38,7 @@ from spirula_gpu.ply import check_path
 
 from .convert import BadMessage
 from .finish import finish, save_files
-from .inputs import Input, check_distinct, inputs_of
+from .inputs import Input, check_distinct, inputs_of, subscribe, unused_overrides
 from .intake import Intake
 from .node_process import PARENT
 from .outputs import Outputs
@@ -103,7 +103,10 @@ class TrainNode(Node):
             events = SubscriptionEventCallbacks(
                 incompatible_qos=self._safely(f"the QoS of {source.topic}", lambda info, s=source: self._incompatible(s, info)),
                 message_lost=self._safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
-            self.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events, raw=source.reader is not None)
+            subscribe(self, source, self._receiver(source), events)
+        if unused := unused_overrides(self):
+            self.get_logger().warning(f"{', '.join(unused)}: without effect; the topics are {', '.join(source.topic for source in self.inputs)} (qos_overrides.<topic>"
+                                      ".subscription.<history | depth | reliability | durability>)")
 
     def _with_source(self):
         """The engine's configuration with checkpoint.source: a player names the recording, otherwise it is the topics."""
@@ -184,8 +187,9 @@ class TrainNode(Node):
     # ---- silence ----
 
     def _incompatible(self, source: Input, info) -> None:
-        self.get_logger().warning(f"{source.topic}: {info.total_count} publisher(s) with another QoS ({policy_name(info.last_policy_kind)}) cannot be "
-                                  f"heard: {describe_publishers(self, source)}; set qos.sensors")
+        policy = policy_name(info.last_policy_kind)
+        self.get_logger().warning(f"{source.topic}: {info.total_count} publisher(s) with another QoS ({policy}) cannot be heard: {describe_publishers(self, source)}; "
+                                  f"set qos.sensors, or qos_overrides.{source.topic}.subscription.{policy}")
 
     def _lost(self, source: Input, info) -> None:
         source.lost = info.total_count

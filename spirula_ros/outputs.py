@@ -6,6 +6,7 @@ from typing import Iterable
 
 from nav_msgs.msg import Path
 from rclpy._rclpy_pybind11 import RCLError
+from rclpy.event_handler import PublisherEventCallbacks
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CameraInfo, Image
@@ -18,6 +19,7 @@ from .markers import MeshMarkers
 from .msg import MapStatus, VramReport
 from .params import PublishConfig
 from .publish import camera_info_msg, depth_msg, header, image_msg, path_msg, status_msg, vram_msg
+from .watch import describe_qos, policy_name
 
 
 def latched(depth: int) -> QoSProfile:
@@ -30,8 +32,8 @@ class Outputs:
     def __init__(self, node: Node, mapper: Mapper):
         self._node, self._mapper = node, mapper
         self.mesh, self.frame_id, self.stamp_delay_ms, self.failed_sends = MeshMarkers(), "", float("nan"), 0
-        self._revision, self._due, self._mesh_count, self._path = None, {}, 0, None
-        create = node.create_publisher
+        self._revision, self._due, self._mesh_count, self._path, self._path_count = None, {}, 0, None, 0
+        create = self._publisher
         self.rgb = create(Image, "~/render/image", 2)
         self.depth = create(Image, "~/render/depth", 2)
         self.info = create(CameraInfo, "~/render/camera_info", 2)
@@ -39,6 +41,17 @@ class Outputs:
         self.vram = create(VramReport, "~/vram", latched(1))
         self.path = create(Path, "~/path", latched(1))
         self.markers = create(MarkerArray, "~/mesh", latched(10))  # a whole mesh takes several messages
+
+    def _publisher(self, kind: type, name: str, qos):
+        topic = self._node.resolve_topic_name(name)
+        events = PublisherEventCallbacks(incompatible_qos=self._node._safely(f"the QoS of {topic}", lambda info: self._incompatible(topic, publisher, info)))
+        publisher = self._node.create_publisher(kind, name, qos, event_callbacks=events)
+        return publisher
+
+    def _incompatible(self, topic: str, publisher, info) -> None:
+        policy = policy_name(info.last_policy_kind)
+        self._node.get_logger().warning(f"{topic}: {info.total_count} subscriber(s) ask for another QoS ({policy}) than is offered ({describe_qos(publisher.qos_profile)}) "
+                                        f"and hear nothing; change their {policy}")
 
     def render_listeners(self) -> int:
         return self.rgb.get_subscription_count() + self.depth.get_subscription_count()
@@ -60,9 +73,7 @@ class Outputs:
         if snapshot is not None and snapshot.revision != self._revision and self._is_due("render", config.render_hz, now):
             self._revision = snapshot.revision
             self._publish_render(snapshot)
-        if (path := self._mapper.path.get()) is not None and path is not self._path:
-            self._path = path
-            self._send(self.path, path_msg(path, header(self._now_ns(), self._node.intake.map_frame)))
+        self._publish_path()
         self._publish_mesh(() if snapshot is None else snapshot.mesh, config, now)  # without a map listeners still have to drop the last one
 
     def publish_status(self, hint: str, internal_error: str) -> None:
@@ -81,6 +92,13 @@ class Outputs:
             self._send(self.depth, depth_msg(snapshot.depth_m, head))
         if self.info.get_subscription_count():
             self._send(self.info, camera_info_msg(snapshot.camera, head))
+
+    def _publish_path(self) -> None:
+        before, self._path_count = self._path_count, self.path_listeners()
+        path = self._mapper.path.get()
+        if path is not None and (path is not self._path or self._path_count > before):   # who is volatile has not got the latched one
+            self._path = path
+            self._send(self.path, path_msg(path, header(self._now_ns(), self._node.intake.map_frame)))
 
     def _publish_mesh(self, chunks: Iterable[MeshChunk], config: PublishConfig, now: float) -> None:
         self.mesh.update(chunks)
