@@ -19,13 +19,19 @@ class Gated(NamedTuple):
     """What the gates of all cameras remember."""
     poses: np.ndarray          # [G,4,4] float64 T_world_cam of the newest keyframes, at most GATE_POSES of each camera
     moments: Moments           # [G] of the same
-    sharpness: list[tuple[int, float]]   # (sensor, variance) of the newest frames
+    sharpness: list[tuple[int, float]]   # (sensor, variance) of the newest frames that showed something new
 
     @property
     def last_stamp_ns(self) -> int | None:
         """Of the newest keyframe."""
         laps, stamps, _ = self.moments
         return int(stamps[laps == laps.max()].max()) if len(laps) else None
+
+
+def sharpness_of(rgb: np.ndarray) -> float:
+    """Variance of the Laplacian of [H,W,3] uint8; whole numbers, so 16 bits hold it."""
+    _, deviation = cv2.meanStdDev(cv2.Laplacian(cv2.cvtColor(rgb, cv2.COLOR_RGB2GRAY), cv2.CV_16S))
+    return float(deviation[0, 0]) ** 2
 
 
 class CameraGate:
@@ -36,21 +42,21 @@ class CameraGate:
         self.sharpness = deque(maxlen=20)
 
     def refuses(self, frame: Frame, config: GateConfig) -> str | None:
-        sharpness = float(cv2.Laplacian(cv2.cvtColor(frame.rgb, cv2.COLOR_RGB2GRAY), cv2.CV_32F).var())
-        self.sharpness.append(sharpness)
-        if not self._is_new(frame, config):
+        if not self.is_new(frame.stamp_ns, frame.T_world_cam, frame.lap, config):
             return "not_keyframe"
+        sharpness = sharpness_of(frame.rgb)
+        self.sharpness.append(sharpness)
         if sharpness < config.min_sharpness * float(np.median(self.sharpness)):
             return "blurred"
         self.poses = np.concatenate([self.poses[1 - GATE_POSES:], frame.T_world_cam[None]])
         self.moments = Moments(*(np.append(x[1 - GATE_POSES:], value) for x, value in zip(self.moments, frame.moment)))
         return None
 
-    def _is_new(self, frame: Frame, config: GateConfig) -> bool:
-        if not len(self.poses) or self.moments.laps[-1] != frame.lap or abs(frame.stamp_ns - int(self.moments.stamps[-1])) >= config.max_interval_s * 1e9:
+    def is_new(self, stamp_ns: int, T_world_cam: np.ndarray, lap: int, config: GateConfig) -> bool:
+        if not len(self.poses) or self.moments.laps[-1] != lap or abs(stamp_ns - int(self.moments.stamps[-1])) >= config.max_interval_s * 1e9:
             return True
-        moved = np.linalg.norm(self.poses[:, :3, 3] - frame.T_world_cam[:3, 3], axis=1) >= config.min_translation_m
-        traces = np.einsum("nij,ij->n", self.poses[:, :3, :3], frame.T_world_cam[:3, :3])
+        moved = np.linalg.norm(self.poses[:, :3, 3] - T_world_cam[:3, 3], axis=1) >= config.min_translation_m
+        traces = np.einsum("nij,ij->n", self.poses[:, :3, :3], T_world_cam[:3, :3])
         turned = np.degrees(np.arccos(np.clip((traces - 1) / 2, -1, 1))) >= config.min_rotation_deg
         return bool((moved | turned).all())
 
@@ -82,5 +88,9 @@ class Gate:
             camera.poses = np.where(moved[:, None, None], D @ camera.poses, camera.poses)
 
     def refuses(self, frame: Frame, config: GateConfig) -> str | None:
-        """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`)."""
+        """None: a keyframe; else the reason of the drop (`not_keyframe`, `blurred`). The pose decides first: only then is the image looked at."""
         return self._cameras[frame.sensor].refuses(frame, config)
+
+    def is_new(self, stamp_ns: int, T_world_cam: np.ndarray, sensor: int, lap: int, config: GateConfig) -> bool:
+        """Whether a frame of that pose [4,4] shows something new to its camera, however sharp it is."""
+        return self._cameras[sensor].is_new(stamp_ns, T_world_cam, lap, config)

@@ -129,6 +129,20 @@ class Mapper:
                 raise
 
     # ---- T0 -------------------------------------------------------------------------------------------------------
+    def refuses(self, stamp_ns: int, T_world_cam: np.ndarray, sensor: int = 0, lap: int = 0) -> bool:
+        """Before the pixels of a frame that is not held out are made: True, and it is counted under its reason, if by its pose [4,4] alone submit() would drop it."""
+        state = self._status.get().state
+        if state in ("error", "paused"):
+            self.ledger.dropped(state)
+            return True
+        lap += self._first_lap
+        with self._submitting:
+            if self._gate.is_new(stamp_ns, T_world_cam, sensor, lap, self.config.gate):
+                return False
+            self._track.add(stamp_ns, T_world_cam, sensor, lap)
+        self.ledger.dropped("not_keyframe")
+        return True
+
     def submit(self, frame: Frame) -> None:
         """Through the gate into the inbox. The receiver of the image has called ledger.arrived() before."""
         status = self._status.get()

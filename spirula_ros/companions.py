@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from spirula_gpu.points import project
 
 from .convert import check_near, mask_from_msg, path_from_msg, pose_from_msg, stamp_ns
 from .depth_codec import depth_to_m
+from .encodings import check_image, image_to_rgb
 from .errors import BadMessage
 from .lens import Rectifier, info_key, rectifier_from_info
 from .pointcloud import points_from_msg
@@ -30,12 +32,36 @@ class NotYet(BadMessage):
     """Something is missing that may still come; the image is dropped under this reason if it does not."""
 
 
+class Pixels:
+    """Those of an Image or CompressedImage, decoded when they are first asked for. Raises BadMessage at once when an Image cannot be decoded."""
+
+    def __init__(self, msg: Any):
+        self._msg = msg
+        self._size = None if hasattr(msg, "format") else check_image(msg)
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(width, height); None: of a CompressedImage that is not decoded yet."""
+        return self.rgb.shape[1::-1] if "rgb" in self.__dict__ else self._size
+
+    @cached_property
+    def rgb(self) -> np.ndarray:
+        """[H,W,3] uint8, as it came. Raises BadMessage."""
+        rgb, self._msg = image_to_rgb(self._msg), None
+        return rgb
+
+
 class WaitingImage(NamedTuple):
     stamp_ns: int
     frame_id: str          # of the camera's optical frame
-    rgb: np.ndarray        # [H,W,3] uint8, as it came
+    pixels: Pixels
     arrival_s: float
     sensor: int = 0        # which camera
+
+    @property
+    def rgb(self) -> np.ndarray:
+        """[H,W,3] uint8, as it came. Raises BadMessage."""
+        return self.pixels.rgb
 
 
 class LensChange(NamedTuple):
@@ -74,10 +100,11 @@ class Lens:
         self._changes = [change for change in self._changes if change.stamp_ns <= stamp_ns + JUMP_NS] or self._changes[-1:]
 
     def of(self, image: WaitingImage) -> Rectifier:
-        return self.at(image.stamp_ns, image.rgb.shape[:2])
+        """Raises NotYet, BadMessage. The size of an image that is not decoded yet is not looked at."""
+        return self.at(image.stamp_ns, image.pixels.size)
 
-    def at(self, stamp_ns: int, shape: tuple[int, int]) -> Rectifier:
-        """Of an image [height, width]; images must come by stamp. Raises NotYet, BadMessage."""
+    def at(self, stamp_ns: int, size: tuple[int, int] | None) -> Rectifier:
+        """Of an image (width, height), None: not known yet; images must come by stamp. Raises NotYet, BadMessage."""
         if not self._changes:
             raise NotYet(f"no_{self._what}", f"no CameraInfo within intake.wait_s = {self._config.wait_s} s of an image; is {self._topic} the right one, "
                                              "and does the driver publish it?")
@@ -86,9 +113,9 @@ class Lens:
         lens = self._changes[0].lens
         if isinstance(lens, BadMessage):
             raise lens
-        (height, width), raw = shape, lens.raw
-        if (width, height) != (raw.width, raw.height):
-            raise NotYet("info_size_mismatch", f"image is {width}x{height}, CameraInfo {raw.width}x{raw.height} on {self._topic}; take the camera_info of this very "
+        raw = lens.raw
+        if size not in (None, (raw.width, raw.height)):
+            raise NotYet("info_size_mismatch", f"image is {size[0]}x{size[1]}, CameraInfo {raw.width}x{raw.height} on {self._topic}; take the camera_info of this very "
                                                "topic (after resizing: that of the resize node)")
         return lens
 
@@ -150,7 +177,7 @@ class Depths(Paired):
         """depth_m [H,W] float32 of lens.camera. Raises NotYet (the CameraInfo or the transform of another camera is missing), BadMessage."""
         depth_m, (height, width) = depth_to_m(found[1], self.config.depth_unit_m), image.rgb.shape[:2]
         if self.lens:
-            own = self.lens.at(found[0], depth_m.shape)
+            own = self.lens.at(found[0], depth_m.shape[::-1])
             T = self._poses.to_camera(found[1].header.frame_id.lstrip("/"), found[0], image, T_world_cam)
             return register_depth(own.nearest(depth_m), own.camera, lens.camera, T)
         if depth_m.shape != (height, width):

@@ -81,6 +81,14 @@ def image_to_rgb(msg: Any) -> np.ndarray:
     height / 2 rows (nv24: twice as many as luma) of interleaved chroma of the same step."""
     if hasattr(msg, "format"):
         return _compressed_to_rgb(msg)
+    check_image(msg)
+    encoding = ENCODINGS[msg.encoding]
+    pixels = pixels_of(msg, encoding.dtype, encoding.channels, encoding.rows)
+    return pixels if msg.encoding == "rgb8" and pixels.flags.c_contiguous else rgb_of(pixels, msg.encoding)
+
+
+def check_image(msg: Any) -> tuple[int, int]:
+    """(width, height) of a sensor_msgs/Image. Raises BadMessage as image_to_rgb does, but looks at no pixel."""
     encoding = ENCODINGS.get(msg.encoding)
     if encoding is None:
         why = _NOT_8BIT if _NUMBERS.fullmatch(msg.encoding) else "image_proc or the camera driver can convert"
@@ -88,8 +96,8 @@ def image_to_rgb(msg: Any) -> np.ndarray:
     if msg.width % encoding.even[0] or msg.height % encoding.even[1]:
         raise BadMessage("bad_image_size", f"image of {msg.width}x{msg.height} '{msg.encoding}': pixels share chroma, so the width must be even" +
                          (" and the height too" if encoding.even[1] > 1 else "") + "; have the driver send another size or encoding")
-    pixels = pixels_of(msg, encoding.dtype, encoding.channels, encoding.rows)
-    return pixels if msg.encoding == "rgb8" and pixels.flags.c_contiguous else rgb_of(pixels, msg.encoding)
+    check_bytes(msg, encoding.dtype, encoding.channels, encoding.rows)
+    return msg.width, msg.height
 
 
 def rgb_of(pixels: np.ndarray, name: str) -> np.ndarray:
@@ -105,16 +113,23 @@ def rgb_of(pixels: np.ndarray, name: str) -> np.ndarray:
 def pixels_of(msg: Any, dtype: type, channels: int, rows: int = 2) -> np.ndarray:
     """[H,W,channels] (or [H * rows / 2, W] for one channel): a view on the message's bytes; a byte-swapped copy if they are foreign.
     Raises BadMessage: bad_image_size."""
+    data = check_bytes(msg, dtype, channels, rows)
     width, height, step, size = msg.width, msg.height * rows // 2, msg.step, np.dtype(dtype).itemsize
-    row, data = width * channels * size, bytes_of(msg.data)
-    if width < 1 or height < 1 or step < row or len(data) < step * (height - 1) + row:
-        planes = f" ({height} rows: {msg.height} of luma, then chroma; height must be the picture's)" if rows != 2 else ""
-        raise BadMessage("bad_image_size", f"image of {width}x{msg.height} '{msg.encoding}', step {step}: needs a step of at least {row} bytes and "
-                                           f"{max(step, row) * max(height, 1)} bytes of data{planes}, has {len(data)}; the publisher is broken or the message was cut")
     order = np.dtype(dtype).newbyteorder(">" if msg.is_bigendian else "<")
     out = np.ndarray((height, width, channels), order, data, 0, (step, channels * size, size))
     out = out if order.isnative else out.astype(dtype)
     return out[:, :, 0] if channels == 1 else out
+
+
+def check_bytes(msg: Any, dtype: type, channels: int, rows: int = 2) -> np.ndarray:
+    """The message's bytes [n] uint8: enough of them for its size. Raises BadMessage: bad_image_size."""
+    width, height, step = msg.width, msg.height * rows // 2, msg.step
+    row, data = width * channels * np.dtype(dtype).itemsize, bytes_of(msg.data)
+    if width < 1 or height < 1 or step < row or len(data) < step * (height - 1) + row:
+        planes = f" ({height} rows: {msg.height} of luma, then chroma; height must be the picture's)" if rows != 2 else ""
+        raise BadMessage("bad_image_size", f"image of {width}x{msg.height} '{msg.encoding}', step {step}: needs a step of at least {row} bytes and "
+                                           f"{max(step, row) * max(height, 1)} bytes of data{planes}, has {len(data)}; the publisher is broken or the message was cut")
+    return data
 
 
 def bytes_of(data: Any) -> np.ndarray:

@@ -1,13 +1,18 @@
 """The topics that the node listens to, by kind of the Intake's input."""
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any, Callable
 
 from geometry_msgs.msg import PoseStamped, PoseWithCovarianceStamped, TransformStamped
 from nav_msgs.msg import Odometry, Path
-from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from rclpy.exceptions import InvalidParameterTypeException
+from rclpy.qos import DurabilityPolicy, QoSPolicyKind, QoSProfile, ReliabilityPolicy
+from rclpy.qos_overriding_options import InvalidQosOverridesError, QoSOverridingOptions
 from sensor_msgs.msg import CameraInfo, CompressedImage, Image, PointCloud2
 
+from .cdr import READERS
 from .params import RosConfig
 from .rig import PLACE, cameras_of
 
@@ -32,9 +37,17 @@ class Input:
     incompatible: int = 0
     camera: str = ""
 
+    def __post_init__(self):
+        self.qos = copy.copy(self.qos)  # its own: parameters may change it
+
     @property
     def type_name(self) -> str:
         return f"{self.msg_type.__module__.split('.')[0]}/msg/{self.msg_type.__name__}"
+
+    @property
+    def reader(self) -> Callable[[bytes], Any] | None:
+        """Of large messages, which are taken as bytes; None: rclpy makes the object. Raises BadMessage."""
+        return READERS.get(self.type_name)
 
 
 def inputs_of(ros: RosConfig) -> list[Input]:
@@ -79,6 +92,25 @@ def camera_inputs(ros: RosConfig, name: str) -> list[Input]:
     if ros.intake.mask != "off":
         out.append(Input(of(topics.mask), "mask", image_type(topics.mask), "topics.mask", sensors, camera=name))
     return out
+
+
+OVERRIDES = QoSOverridingOptions((QoSPolicyKind.HISTORY, QoSPolicyKind.DEPTH, QoSPolicyKind.RELIABILITY, QoSPolicyKind.DURABILITY))
+
+
+def subscribe(node, source: Input, callback, event_callbacks):
+    """A subscription whose QoS the parameters qos_overrides.<topic>.subscription.{history,depth,reliability,durability} may change; source.qos says what it
+    came to. Large messages come as bytes. Raises ValueError on a value that is none."""
+    try:
+        return node.create_subscription(source.msg_type, source.topic, callback, source.qos, event_callbacks=event_callbacks, qos_overriding_options=OVERRIDES,
+                                        raw=source.reader is not None)
+    except (RuntimeError, ValueError, AssertionError, InvalidParameterTypeException, InvalidQosOverridesError) as error:
+        raise ValueError(f"qos_overrides.{source.topic}.subscription: {error}; history is keep_last or keep_all, depth a whole number of messages, reliability "
+                         "best_effort or reliable, durability volatile or transient_local") from None
+
+
+def unused_overrides(node) -> list[str]:
+    """Parameters qos_overrides.* that are given and of no topic or policy of the node's."""
+    return sorted(name for name in node._parameter_overrides if name.startswith("qos_overrides.") and not node.has_parameter(name))
 
 
 def check_distinct(inputs: list[Input]) -> None:

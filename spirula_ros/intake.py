@@ -69,6 +69,8 @@ class Intake:
     """Messages in (`on_*`), Frames out (`emit`). Every image counts once in the ledger: arrived here, and then dropped here
     under one reason or emitted (whoever takes the Frame counts it on). `last_problem` says the newest problem in words.
 
+    refuses: called with stamp in ns, T_world_cam [4,4], sensor and lap of an image that is complete and not held out, before anything is decoded. True: it will not be
+    taken, and who is called has counted it (Mapper.refuses).
     cameras: their names, in the order of Frame.sensor; one may have none.
     correct: called with (stamps [n] int64 ns, T_world_cam [n,4,4], sensors [n]) of each corrected path, once the images up to its end have been emitted.
     unregistered: depth is of another camera; `depth_info` is its CameraInfo, and TF (or intake.T_camera_lidar) connects both.
@@ -78,10 +80,11 @@ class Intake:
 
     def __init__(self, config: IntakeConfig, ledger: FrameLedger, emit: Callable[[Frame], None], holdout_every: int = 0,
                  clock: Callable[[], float] | None = time.monotonic, correct: Callable[..., None] | None = None, cameras: Sequence[str] = ("",),
-                 restarted: Callable[[int], None] | None = None, unregistered: bool = False):
+                 restarted: Callable[[int], None] | None = None, unregistered: bool = False,
+                 refuses: Callable[..., bool] = lambda *image: False):
         self.config, self.ledger, self._emit, self._clock, self._correct, self._restarted = config, ledger, emit, clock, correct, restarted
         self._poses, self._path, self._follows = Poses(config, len(cameras)), None, config.pose_source == "path"
-        self.cameras = [OneCamera(config, name, sensor, self._poses, holdout_every, self._drop, unregistered) for sensor, name in enumerate(cameras)]
+        self.cameras = [OneCamera(config, name, sensor, self._poses, holdout_every, self._drop, refuses, unregistered) for sensor, name in enumerate(cameras)]
         self._inputs = {kind: InputLog() for kind in (*([] if self._follows else ["pose"]), "tf", *(["path"] if correct or self._follows else []))}
         self._now_s = 0.0
         self.last_problem, self.time_jumps, self.lap = "", 0, 0   # jumps: also those of single stamps, with which no lap begins

@@ -5,41 +5,15 @@ The messages are written as CDR bytes straight from the arrays: with a Point and
 them with rclpy's own serialiser."""
 from __future__ import annotations
 
-import struct
 from typing import Iterable
 
 import numpy as np
 
 from spirula_gpu.report import MeshChunk
 
+from .cdr import Cdr
+
 TRIANGLE_LIST, ADD, DELETE, DELETEALL = 11, 0, 2, 3
-
-
-class Cdr:
-    """Little-endian XCDR1 writer; alignment counts from behind the four header bytes."""
-
-    def __init__(self):
-        self.out = bytearray(b"\x00\x01\x00\x00")
-
-    def align(self, n: int) -> None:
-        self.out += bytes(-(len(self.out) - 4) % n)
-
-    def write(self, code: str, *values) -> None:
-        """Values of one struct code: b i I f d."""
-        self.align(struct.calcsize(code))
-        self.out += struct.pack(f"<{len(values)}{code}", *values)
-
-    def text(self, text: str) -> None:
-        data = text.encode() + b"\0"
-        self.write("I", len(data))
-        self.out += data
-
-    def items(self, values: np.ndarray) -> None:
-        """A sequence of values.shape[0] structs of float32 or float64."""
-        self.write("I", len(values))
-        if values.size:
-            self.align(values.itemsize)
-            self.out += memoryview(np.ascontiguousarray(values)).cast("B")
 
 
 def write_marker(cdr: Cdr, stamp_ns: int, frame_id: str, ns: str, id: int, action: int, points: np.ndarray, colors: np.ndarray) -> None:

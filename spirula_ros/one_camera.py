@@ -4,10 +4,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
+import numpy as np
+
 from spirula_gpu.camera import Frame
 
-from .companions import Clouds, Depths, Lens, Masks, NotYet, Paired, Poses, WaitingImage
-from .encodings import image_to_rgb
+from .companions import Clouds, Depths, Lens, Masks, NotYet, Paired, Pixels, Poses, WaitingImage
 from .errors import BadMessage
 from .poses import JUMP_NS
 
@@ -48,10 +49,11 @@ def as_bad(error: Exception) -> BadMessage:
 
 
 class OneCamera:
-    """Owned by the Intake. dropped: called with itself and what an image was dropped for."""
+    """Owned by the Intake. dropped: called with itself and what an image was dropped for; refuses: as in Intake."""
 
     def __init__(self, config: IntakeConfig, name: str, sensor: int, poses: Poses, holdout_every: int, dropped: Callable[[OneCamera, BadMessage], None],
-                 unregistered: bool = False):
+                 refuses: Callable[..., bool], unregistered: bool = False):
+        self._refuses = refuses
         self.config, self.name, self.sensor, self._poses, self._holdout_every, self._dropped = config, name, sensor, poses, holdout_every, dropped
         points = config.depth_source == "points"
         beside = [*(["mask"] if config.mask != "off" else []), *(["depth_info"] if unregistered and not points else [])]
@@ -101,13 +103,13 @@ class OneCamera:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def image(self, stamp_ns: int, msg: Any, now_s: float) -> None:
-        """Raises BadMessage and whatever decoding it raises."""
-        rgb, limit = image_to_rgb(msg), self.config.queue_frames
+        """Raises BadMessage."""
+        pixels, limit = Pixels(msg), self.config.queue_frames
         if len(self.waiting) == limit:
             self.waiting.popleft()
             self.drop(BadMessage("queue_full", f"{limit} images wait ({self.waiting_for}); the oldest was dropped; limit: intake.queue_frames"))
         self.frame_id = self.config.camera_frame.replace("{camera}", self.name) or msg.header.frame_id.lstrip("/")
-        self.waiting.append(WaitingImage(stamp_ns, self.frame_id, rgb, now_s, self.sensor))
+        self.waiting.append(WaitingImage(stamp_ns, self.frame_id, pixels, now_s, self.sensor))
 
     def info(self, kind: str, msg: Any) -> None:
         """CameraInfo of the image, or of the depth camera. Raises BadMessage."""
@@ -146,19 +148,32 @@ class OneCamera:
             else:
                 self.waiting.popleft()
                 self.frames += 1
-                emit(frame)
+                if frame is not None:
+                    emit(frame)
         self.waiting_for = ""
 
-    def _complete(self, image: WaitingImage, late: bool, now_s: float, lap: int) -> Frame:
-        """Raises NotYet, BadMessage."""
+    def _complete(self, image: WaitingImage, late: bool, now_s: float, lap: int) -> Frame | None:
+        """None: the mapper does not want it. Pixels are made last, and only for what it wants. Raises NotYet, BadMessage."""
         lens = self._lens.of(image)
         T_world_cam = self._poses.of(image)
         depth, mask = (stream.of(image, late or self._never_came(stream, image, now_s)) for stream in (self._depths, self._masks))  # before either is decoded
-        depth_m, mask = (None if found is None else stream.read(found, image, lens, T_world_cam) for stream, found in ((self._depths, depth), (self._masks, mask)))
         held_out = self._holdout_every > 0 and self._n_complete % self._holdout_every == self._holdout_every // 2
+        if not held_out and self._refuses(image.stamp_ns, T_world_cam, self.sensor, lap):
+            self._n_complete += 1
+            return None
+        rgb, lens = self._decoded(image), self._lens.of(image)   # again: now its size is known
+        depth_m, mask = (None if found is None else stream.read(found, image, lens, T_world_cam) for stream, found in ((self._depths, depth), (self._masks, mask)))
         self._n_complete += 1
-        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(image.rgb), depth_m, held_out, image.frame_id, lens.seen if mask is None else mask,
+        return Frame(image.stamp_ns, lens.camera, T_world_cam, lens.rgb(rgb), depth_m, held_out, image.frame_id, lens.seen if mask is None else mask,
                      self.sensor, lap)
+
+    def _decoded(self, image: WaitingImage) -> np.ndarray:
+        """[H,W,3] uint8. Raises BadMessage, which counts as one of the image's message."""
+        try:
+            return image.rgb
+        except Exception as error:
+            self.inputs["image"].bad[as_bad(error).reason] += 1
+            raise
 
     def _never_came(self, stream: Paired, image: WaitingImage, now_s: float) -> bool:
         """Optional depth, or masks, that have never been seen are waited for by the first images only."""

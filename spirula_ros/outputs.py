@@ -7,6 +7,7 @@ from typing import Iterable
 
 from nav_msgs.msg import Path
 from rclpy._rclpy_pybind11 import RCLError
+from rclpy.event_handler import PublisherEventCallbacks
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CameraInfo, Image, PointCloud2
 from visualization_msgs.msg import MarkerArray
@@ -20,6 +21,7 @@ from .msg import MapStatus, VramReport
 from .params import PublishConfig
 from .pointcloud import colored_points, splat_fields
 from .publish import VIEW_FRAME, camera_info_msg, cloud_msg, depth_msg, header, image_msg, path_msg, status_msg, vram_msg
+from .watch import describe_qos, policy_name
 
 
 def latched(depth: int) -> QoSProfile:
@@ -32,10 +34,10 @@ class Outputs:
     def __init__(self, session, stack: ExitStack):
         self._session, self._node, self._mapper = session, session.node, session.mapper
         self.mesh, self.frame_id, self.stamp_delay_ms, self.failed_sends = MeshMarkers(), "", float("nan"), 0
-        self._revision, self._due, self._mesh_count, self._path, self._clouds = None, {}, 0, None, {}
+        self._revision, self._due, self._mesh_count, self._path, self._path_count, self._clouds = None, {}, 0, None, 0, {}
 
         def create(kind, name, qos):
-            publisher = self._node.create_publisher(kind, name, qos)
+            publisher = self._publisher(kind, name, qos)
             stack.callback(self._node.destroy_publisher, publisher)
             return publisher
         self.rgb = create(Image, "~/render/image", 2)
@@ -52,6 +54,17 @@ class Outputs:
         """What has listeners."""
         splats = config.splats_max if self.splats.get_subscription_count() + self.points.get_subscription_count() else 0
         return Wants(self.render_listeners() > 0, self.mesh_listeners() > 0, self.path.get_subscription_count() > 0, 1 / config.render_hz, splats, 1 / config.splats_hz)
+
+    def _publisher(self, kind: type, name: str, qos):
+        topic = self._node.resolve_topic_name(name)
+        events = PublisherEventCallbacks(incompatible_qos=self._session.safely(f"the QoS of {topic}", lambda info: self._incompatible(topic, publisher, info)))
+        publisher = self._node.create_publisher(kind, name, qos, event_callbacks=events)
+        return publisher
+
+    def _incompatible(self, topic: str, publisher, info) -> None:
+        policy = policy_name(info.last_policy_kind)
+        self._session.log.warning(f"{topic}: {info.total_count} subscriber(s) ask for another QoS ({policy}) than is offered ({describe_qos(publisher.qos_profile)}) "
+                                        f"and hear nothing; change their {policy}")
 
     def render_listeners(self) -> int:
         return self.rgb.get_subscription_count() + self.depth.get_subscription_count()
@@ -70,9 +83,7 @@ class Outputs:
         if snapshot is not None and snapshot.revision != self._revision and self._is_due("render", config.render_hz, now):
             self._revision = snapshot.revision
             self._publish_render(snapshot)
-        if (path := self._mapper.path.get()) is not None and path is not self._path:
-            self._path = path
-            self._send(self.path, path_msg(path, header(self._now_ns(), self._session.intake.map_frame)))
+        self._publish_path()
         self._publish_splats(config, now)
         self._publish_mesh(() if snapshot is None else snapshot.mesh, config, now)  # without a map listeners still have to drop the last one
 
@@ -92,6 +103,13 @@ class Outputs:
             self._send(self.depth, depth_msg(snapshot.depth_m, head))
         if self.info.get_subscription_count():
             self._send(self.info, camera_info_msg(snapshot.camera, head))
+
+    def _publish_path(self) -> None:
+        before, self._path_count = self._path_count, self.path.get_subscription_count()
+        path = self._mapper.path.get()
+        if path is not None and (path is not self._path or self._path_count > before):   # who is volatile has not got the latched one
+            self._path = path
+            self._send(self.path, path_msg(path, header(self._now_ns(), self._session.intake.map_frame)))
 
     def _publish_splats(self, config: PublishConfig, now: float) -> None:
         """The newest copy of the map, to whoever has not got it; who comes later gets the last message."""

@@ -110,7 +110,8 @@ class Run:
         self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None,
-                             cameras=cameras_of(settings.ros) if topics.rig else ("",), restarted=sessions_of(settings, mapper).restarted)
+                             cameras=cameras_of(settings.ros) if topics.rig else ("",), restarted=sessions_of(settings, mapper).restarted,
+                             refuses=self.driver.refuses)
         self.problem, self.stopped_early, self.images_sent = "", "", 0
         self._begun = False
 
@@ -267,6 +268,12 @@ class Lossless:
         self.mapper.submit(frame)
         self._work_off()
 
+    def refuses(self, *image) -> bool:
+        if not self.mapper.refuses(*image):
+            return False
+        self._work_off()   # as after a frame that is taken
+        return True
+
     def _work_off(self) -> None:
         self.mapper.run_due()
         while self.mapper.status().state == "paused" and not self.stop.reason:
@@ -296,9 +303,16 @@ class Live:
         mapper.start()
 
     def take(self, frame) -> None:
+        self._check()
+        self.mapper.submit(frame)
+
+    def refuses(self, *image) -> bool:
+        self._check()
+        return self.mapper.refuses(*image)
+
+    def _check(self) -> None:
         if self.mapper.status().state == "error":
             raise RuntimeError(self.mapper.status().last_error)
-        self.mapper.submit(frame)
 
     def settle(self) -> None:
         wait_until_idle(self.mapper, self.stop)

@@ -27,7 +27,8 @@ from spirula_gpu.ply import check_path
 from .actions import Actions
 from .diagnostics import Diagnostics
 from .finish import save_files
-from .inputs import Input, check_distinct, inputs_of
+from .errors import BadMessage
+from .inputs import Input, check_distinct, inputs_of, subscribe, unused_overrides
 from .intake import Intake
 from .lens import resolved
 from .outputs import Outputs
@@ -71,7 +72,7 @@ class Session:
             self.log.info(line)
         self._doubt_source(resumed and other_source(resumed.source, self.config.checkpoint.source))
         self.intake = Intake(self.ros.intake, self.mapper.ledger, self._take, self.config.eval.holdout_every, self._now_s, self._correct if self.ros.topics.path else None,
-                             cameras_of(self.ros), self._restarted, unregistered=bool(self.ros.topics.depth_info))
+                             cameras_of(self.ros), self._restarted, unregistered=bool(self.ros.topics.depth_info), refuses=self._refuses)
         self._view_sensor, self._silence = len(self.intake.cameras), Silence(len(self.intake.cameras), time.monotonic())
         jumps = node.get_clock().create_jump_callback(  # held: it goes with its handle
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=False),
@@ -84,7 +85,8 @@ class Session:
         Actions(self, stack)
         self.diagnostics = Diagnostics(self, stack)
         self.web = self._open_viewer(stack) if self.ros.web.enabled else None
-        timer = node.create_timer(TICK_S, self.safely("the timer", self._tick), clock=Clock(clock_type=ClockType.STEADY_TIME))
+        tick = self.safely("the timer", self._tick)
+        timer = node.create_timer(TICK_S, lambda: tick(), clock=Clock(clock_type=ClockType.STEADY_TIME))
         stack.callback(node.destroy_timer, timer)
         self.mapper.start()
 
@@ -101,7 +103,10 @@ class Session:
             events = SubscriptionEventCallbacks(
                 incompatible_qos=self.safely(f"the QoS of {source.topic}", lambda info, s=source: self._incompatible(s, info)),
                 message_lost=self.safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
-            self._subscriptions.append(self.node.create_subscription(source.msg_type, source.topic, self._receiver(source), source.qos, event_callbacks=events))
+            self._subscriptions.append(subscribe(self.node, source, self._receiver(source), events))
+        if unused := unused_overrides(self.node):
+            self.log.warning(f"{', '.join(unused)}: without effect; the topics are {', '.join(source.topic for source in inputs)} (qos_overrides.<topic>"
+                             ".subscription.<history | depth | reliability | durability>)")
         if self._paused_by_us:
             self.mapper.command("pause", False)
         self.active, self._paused_by_us, self.hint = True, False, ""
@@ -132,7 +137,15 @@ class Session:
             self.log.warning(text)
 
     def _receiver(self, source: Input):
-        return self.safely(f"the topic {source.topic}", lambda msg: self.intake.on(source.kind, msg, camera=source.camera))
+        return self.safely(f"the topic {source.topic}", lambda msg: self._receive(source, msg))
+
+    def _receive(self, source: Input, msg) -> None:
+        """msg: rclpy's, or the bytes of a large one."""
+        try:
+            msg = source.reader(msg) if source.reader else msg
+        except BadMessage as error:
+            return self.intake.refused(source.kind, error, source.camera)
+        self.intake.on(source.kind, msg, camera=source.camera)
 
     def _now_s(self) -> float:
         """The clock that frames wait by: that of the recording when it drives the node, else one that never jumps."""
@@ -140,12 +153,22 @@ class Session:
             return self.node.get_clock().now().nanoseconds / 1e9
         return time.monotonic()
 
+    def _refuses(self, stamp_ns: int, T_world_cam, sensor: int, lap: int) -> bool:
+        """As Mapper.refuses: the map does not need an image, which is no silence."""
+        if not self.mapper.refuses(stamp_ns, T_world_cam, sensor, lap):
+            return False
+        self._heard(sensor, time.monotonic())
+        return True
+
+    def _heard(self, sensor: int, now: float) -> None:
+        self._silence.used(sensor, now)
+        if not self._silence.of(now, self.ros.watch.silence_s)[0]:
+            self.hint = ""
+
     def _take(self, frame: Frame) -> None:
         """A complete frame from the intake."""
         now, self.mapper.world_frame = time.monotonic(), self.intake.map_frame
-        self._silence.used(frame.sensor, now)
-        if not self._silence.of(now, self.ros.watch.silence_s)[0]:
-            self.hint = ""
+        self._heard(frame.sensor, now)
         if self.first_at is None:
             self._doubt_source(far_from_map(self.mapper.resumed, frame.T_world_cam))
         self.first_at = self.first_at or now
@@ -202,9 +225,9 @@ class Session:
     # ---- silence ----
 
     def _incompatible(self, source: Input, info) -> None:
-        source.incompatible = info.total_count
-        self.log.warning(f"{source.topic}: {info.total_count} publisher(s) with another QoS ({policy_name(info.last_policy_kind)}) cannot be "
-                         f"heard: {describe_publishers(self.node, self.inputs, source)}; set qos.sensors")
+        source.incompatible, policy = info.total_count, policy_name(info.last_policy_kind)
+        self.log.warning(f"{source.topic}: {info.total_count} publisher(s) with another QoS ({policy}) cannot be heard: {describe_publishers(self.node, self.inputs, source)}; "
+                         f"set qos.sensors, or qos_overrides.{source.topic}.subscription.{policy}")
 
     def _lost(self, source: Input, info) -> None:
         source.lost = info.total_count

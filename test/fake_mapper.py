@@ -36,6 +36,9 @@ class FakeMapper:
     def close(self):
         self.stop()
 
+    def refuses(self, stamp_ns, T_world_cam, sensor=0, lap=0):
+        return False
+
     def submit(self, frame):
         self.frames.append(frame)
         self.ledger.used()

@@ -1,6 +1,7 @@
 """intake.py: pairing by stamp, waiting, held-out choice; every bad input ends under exactly one reason and nothing raises."""
 import copy
 
+import cv2
 import messages as m
 import numpy as np
 import pytest
@@ -394,7 +395,7 @@ def test_an_exception_that_nobody_thought_of_is_counted(place, monkeypatch):
     rig.all_at(T0)
     module = "one_camera" if place == "image_to_rgb" else "companions"
     with monkeypatch.context() as patch:
-        patch.setattr(f"spirula_ros.{module}.{place}", broken)
+        patch.setattr(f"spirula_ros.companions.{place}", broken)
         rig.info(f=50.0)
         rig.pose(T0 + PERIOD)
         rig.image(T0 + PERIOD)
@@ -676,3 +677,46 @@ def test_the_parameters_of_the_lens_are_used():
         rig.image(T0)
         c = rig.frames[0].camera
         assert c.fx == fx if fx else abs(np.degrees(np.arctan(c.cx / c.fx)) - config.get("max_fov_deg", 130.0) / 2) < 1e-3
+
+
+# -------------------------------------------------------------------------------------------- what the mapper does not want
+
+def test_no_pixel_is_made_of_what_the_mapper_refuses(monkeypatch):
+    """And which frames are held out, and that each is counted once, stays as it is when the mapper drops them afterwards."""
+    made = []
+    for name in ("image_to_rgb", "depth_to_m", "mask_from_msg"):
+        real = getattr(convert, name)
+        monkeypatch.setattr(f"spirula_ros.companions.{name}", lambda *args, real=real, name=name: made.append(name) or real(*args))
+    rig, asked = Rig(holdout_every=4, mask="require"), []
+
+    def refuses(stamp, T_world_cam, sensor, lap):
+        asked.append((stamp, T_world_cam[0, 3]))
+        if len(asked) % 3 == 1:
+            return False
+        rig.ledger.dropped("not_keyframe")
+        return True
+    rig.intake.cameras[0]._refuses = refuses
+    for i in range(16):
+        stamp = T0 + i * PERIOD
+        rig.intake.on("mask", m.image(stamp, W, H, "mono8", bytes(W * H)), 0.0)
+        rig.info(stamp)
+        rig.depth(stamp)
+        rig.pose(stamp, float(i))
+        rig.image(stamp, "bgr8")
+    assert [(f.stamp_ns - T0) // PERIOD for f in rig.frames if f.held_out] == [2, 6, 10, 14]
+    assert [(f.stamp_ns - T0) // PERIOD for f in rig.frames if not f.held_out] == [0, 4, 8, 12]
+    assert [x for _, x in asked] == [i for i in range(16) if i % 4 != 2] and rig.dropped == {"not_keyframe": 8}
+    assert {name: made.count(name) for name in made} == {"image_to_rgb": 8, "depth_to_m": 8, "mask_from_msg": 8}
+
+
+def test_a_damaged_jpeg_is_counted_when_it_is_decoded():
+    rig = Rig(depth="ignore")
+    rig.info()
+    rig.pose(T0)
+    rig.intake.on("compressed", m.stamped("sensor_msgs/msg/CompressedImage", T0, "cam", format="jpeg", data=b"no jpeg"), 0.0)
+    assert rig.dropped == {"bad_image_data": 1} and rig.intake.states()[0].bad == {"bad_image_data": 1} and "7 bytes" in rig.intake.last_problem
+    jpeg = cv2.imencode(".png", np.zeros((4, 4, 3), np.uint8))[1].tobytes()
+    rig.pose(T0 + PERIOD)
+    rig.intake.on("compressed", m.stamped("sensor_msgs/msg/CompressedImage", T0 + PERIOD, "cam", format="png", data=jpeg), 0.0)
+    rig.expire()
+    assert rig.dropped == {"bad_image_data": 1, "info_size_mismatch": 1} and "4x4" in rig.intake.last_problem

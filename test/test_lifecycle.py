@@ -51,6 +51,16 @@ def heard(rig) -> list[str]:
     return sorted(s.topic_name for s in rig.node.subscriptions if s.topic_name.rsplit("/", 1)[1] in ("image", "depth", "camera_info", "pose"))
 
 
+def frames_until(rig, condition) -> None:
+    """Best effort may lose one."""
+    for _ in range(50):
+        rig.send_frame()
+        rig.spin(0.2)
+        if condition():
+            return
+    raise AssertionError("no frame became a keyframe in 50")
+
+
 def test_autostart_is_active_at_once(make_rig):
     rig = make_rig()
     assert state(rig) == State.PRIMARY_STATE_ACTIVE and len(heard(rig)) == 4 and rig.mapper.started
@@ -64,8 +74,7 @@ def test_the_whole_walk_keeps_the_map_from_deactivate_to_cleanup(make_rig, tmp_p
     assert change(rig, Transition.TRANSITION_ACTIVATE) and len(heard(rig)) == 4
     rig.connected()
     mapper = rig.node.session.mapper
-    rig.send_frame()
-    rig.until(lambda: mapper.status().keyframes == 1)
+    frames_until(rig, lambda: mapper.status().keyframes >= 1)
 
     assert change(rig, Transition.TRANSITION_DEACTIVATE) and state(rig) == State.PRIMARY_STATE_INACTIVE and not heard(rig)
     rig.until(lambda: mapper.status().state == "paused")
@@ -74,8 +83,8 @@ def test_the_whole_walk_keeps_the_map_from_deactivate_to_cleanup(make_rig, tmp_p
     assert status[-1].state == "paused" and mapper.status().steps == steps and gaussians > 0
     assert change(rig, Transition.TRANSITION_ACTIVATE)
     rig.connected()
-    rig.send_frame()
-    rig.until(lambda: mapper.status().keyframes == 2)
+    keyframes = mapper.status().keyframes
+    frames_until(rig, lambda: mapper.status().keyframes > keyframes)
     assert mapper.status().state == "running" and mapper.status().gaussians >= gaussians
 
     assert change(rig, Transition.TRANSITION_DEACTIVATE) and change(rig, Transition.TRANSITION_CLEANUP)

@@ -459,3 +459,25 @@ def test_the_path_is_shown_when_it_has_changed_and_is_empty_after_a_reset():
     assert len(mapper.path.get().stamps_ns) == len(path.stamps_ns) + 1
     mapper.command("reset").result()
     assert len(mapper.path.get().stamps_ns) == 0
+
+
+def test_what_is_refused_by_its_pose_is_as_if_it_had_been_submitted(monkeypatch):
+    """Same counts, track and keyframes; and no image is looked at of a frame that shows nothing new."""
+    looked = []
+    real = spirula_gpu.gate.sharpness_of
+    monkeypatch.setattr("spirula_gpu.gate.sharpness_of", lambda rgb: looked.append(1) or real(rgb))
+    frames = [frame(i, T_world_cam=frame(i // 2).T_world_cam) for i in range(8)]   # each place twice
+    asked, plain = Mapper(SMALL), Mapper(SMALL)
+    for f in frames:
+        asked.ledger.arrived()
+        if not asked.refuses(f.stamp_ns, f.T_world_cam):
+            asked.submit(f)
+        submit(plain, f)
+    assert asked.ledger.counts() == plain.ledger.counts() and plain.ledger.counts().dropped == {"not_keyframe": 4}
+    assert asked._gate.state().moments.stamps.tolist() == plain._gate.state().moments.stamps.tolist() == [f.stamp_ns for f in frames[::2]]
+    np.testing.assert_array_equal(asked._track.stamps, plain._track.stamps)
+    assert len(asked._track) == 8 and len(looked) == 8
+    asked.run_due()
+    asked.command("pause", True).result()
+    assert asked.refuses(1, np.eye(4) * 9) and asked.ledger.counts().dropped["paused"] == 1
+    asked.close(), plain.close()

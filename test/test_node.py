@@ -1,6 +1,5 @@
 """TrainNode with real topics and services in one process; the mapper is a double unless a test says otherwise, the frame pairing is the real one."""
 import array
-import math
 import os
 import subprocess
 import sys
@@ -18,10 +17,8 @@ rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Pyt
 conftest.importorskip("spirula_ros.msg", "build the messages: make develop")
 from geometry_msgs.msg import PoseStamped, TransformStamped
 from nav_msgs.msg import Odometry, Path as PathMsg
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from rclpy.parameter_client import AsyncParameterClient
-from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CameraInfo, CompressedImage, Image, PointCloud2
 from std_msgs.msg import String
 from std_srvs.srv import SetBool, Trigger
@@ -30,14 +27,13 @@ from visualization_msgs.msg import Marker, MarkerArray
 import messages
 from node_rig import BEST_EFFORT, CAMERA, LATCHED, Rig
 from fake_mapper import WRITTEN, FakeMapper
-from spirula_gpu.camera import Camera
 from spirula_gpu.checkpoint import Resumed
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.report import CameraPath
 from spirula_ros.msg import MapStatus, VramReport
 from spirula_ros.node import TrainNode
 from spirula_ros.session import check_path
-from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
+from spirula_ros.publish import camera_info_msg, header
 from spirula_ros.srv import SaveMap
 
 @pytest.fixture(scope="module", autouse=True)
@@ -574,3 +570,15 @@ def test_a_map_path_that_cannot_be_written_is_refused_at_the_start(path):
 def test_a_map_path_that_can_be_written_or_none_is_taken(tmp_path):
     check_path("output.map_path", "")
     check_path("output.map_path", str(tmp_path / "map.ply"))
+
+
+@pytest.mark.parametrize("rig", [{"intake.depth": "require"}, {"intake.depth_source": "points"}], indirect=True)
+def test_bytes_that_are_no_message_are_counted(rig):
+    """Images and points are taken as bytes and read by cdr.py."""
+    points = rig.node.ros.intake.depth_source == "points"
+    depth = rig.robot.create_publisher(PointCloud2, "points", BEST_EFFORT) if points else rig.depth
+    rig.until(lambda: rig.image.get_subscription_count() and depth.get_subscription_count())
+    rig.image.publish(b"\0\1\0\0" + bytes(5))
+    depth.publish(b"\0\1\0\0" + bytes(9))
+    rig.until(lambda: rig.mapper.ledger.counts().dropped.get("bad_message") == 1 and rig.session.intake.states()[1].bad)
+    assert rig.session.intake.states()[1].bad == {"bad_message": 1} and "it was cut" in rig.session.intake.last_problem and rig.session.internal_errors == 0

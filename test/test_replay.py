@@ -54,6 +54,9 @@ class DoubleMapper:
             if not self.tick():
                 time.sleep(0.005)
 
+    def refuses(self, stamp_ns, T_world_cam):
+        return False
+
     def submit(self, frame):
         self.calls.append("submit")
         self.inbox.append(frame)
