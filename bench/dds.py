@@ -124,12 +124,13 @@ def publish(o) -> None:
 # --------------------------------------------------------------------------------------------------------------------- the node
 
 def timed_node(parameters):
-    """train_node's node; `waits` has (stamp, taken) of the images without a decision, `latencies` (T0, sent) in s of the others."""
+    """train_node's node; its session's `waits` has (stamp, taken) of the images without a decision, `latencies` (T0, sent) in s of the others."""
     from rclpy.parameter import Parameter
 
-    from spirula_ros.node import TrainNode
+    import spirula_ros.node
+    from spirula_ros.session import Session
 
-    class TimedNode(TrainNode):
+    class TimedSession(Session):
         waits, latencies, take_begin = deque(), [], None
 
         def _receiver(self, source):
@@ -140,7 +141,7 @@ def timed_node(parameters):
                     self.waits.append([self.take_begin or time.monotonic(), None])
                 receive(msg)
                 if image:
-                    self.waits[-1][1] = self.intake._inputs["image"].last_stamp_ns
+                    self.waits[-1][1] = self.intake.cameras[0].inputs["image"].last_stamp_ns
                 self.decided()
             return timed
 
@@ -152,7 +153,8 @@ def timed_node(parameters):
         def _tick(self):
             super()._tick()
             self.decided()
-    return TimedNode(namespace="/bench", parameter_overrides=[Parameter(name, value=value) for name, value in parameters.items()])
+    spirula_ros.node.Session = TimedSession
+    return spirula_ros.node.TrainNode(namespace="/bench", parameter_overrides=[Parameter(name, value=value) for name, value in parameters.items()])
 
 
 def executor_of(name):
@@ -195,6 +197,7 @@ class Bench:
         parameters = {"intake.depth": "require" if o.depth else "ignore", "engine.threads": o.threads, "engine.max_gaussians": o.gaussians, **({"gate.max_interval_s": 3600.0} if o.path == "known" else {}), "topics.image_transport": "compressed" if o.compressed else "raw",
                       **{name: json.loads(value) for name, value in (item.split("=", 1) for item in o.set)}}
         self.node, self.executor = timed_node(parameters), executor_of(o.executor)
+        self.session = self.node.session
         self.executor.add_node(self.node)
         if hasattr(self.executor, "_take_subscription"):
             self._time_takes()
@@ -203,16 +206,16 @@ class Bench:
         self.until(lambda: self.said == "ready", 120)
 
     def _time_takes(self):
-        take, node = self.executor._take_subscription, self.node
+        take, session = self.executor._take_subscription, self.session
 
         def timed(subscription):
-            node.take_begin = time.monotonic()
+            session.take_begin = time.monotonic()
             return take(subscription)
         self.executor._take_subscription = timed
 
     def _time_frames(self):
         """[s] that the worker has spent on taking frames in and on triangulation: no steps."""
-        mapper, spent = self.node.mapper, [0.0]
+        mapper, spent = self.session.mapper, [0.0]
 
         def timed(work):
             def call(*args):
@@ -234,7 +237,7 @@ class Bench:
         end = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > end:
-                raise RuntimeError(f"nothing for {limit_s} s; received {self.node.mapper.ledger.counts()}; {self.node.intake.describe_silence()}")
+                raise RuntimeError(f"nothing for {limit_s} s; received {self.session.mapper.ledger.counts()}; {self.session.intake.describe_silence()}")
             self.executor.spin_once(timeout_sec=0.1)
 
     def spin(self, seconds):
@@ -250,7 +253,7 @@ class Bench:
 
     def prepare(self):
         """A map; afterwards the worker has taken what waits, and trains without being due."""
-        mapper = self.node.mapper
+        mapper = self.session.mapper
         self.send("prepare", self.o.prepare, 4.0)
         while len(mapper._inbox) or mapper._due > 0:
             self.spin(0.2)
@@ -261,7 +264,7 @@ class Bench:
 
     def phase(self, work):
         """Steps a second of the worker and the shares of a core of its thread, of T0 and of all others of this process."""
-        mapper = self.node.mapper
+        mapper = self.session.mapper
         before = mapper._trainer.steps, time.monotonic(), time.thread_time(), thread_cpu_s(mapper._thread), time.process_time(), self.taking_s[0]
         result = work()
         after = mapper._trainer.steps, time.monotonic(), time.thread_time(), thread_cpu_s(mapper._thread), time.process_time(), self.taking_s[0]
@@ -276,13 +279,13 @@ class Bench:
         return sent
 
     def lost(self):
-        return sum(i.lost for i in self.node.inputs if i.kind in ("image", "compressed"))
+        return sum(i.lost for i in self.session.inputs if i.kind in ("image", "compressed"))
 
     def run(self):
-        o, node, ledger = self.o, self.node, self.node.mapper.ledger
+        o, session, ledger = self.o, self.session, self.session.mapper.ledger
         self.prepare()
         before, lost, profile = ledger.counts(), self.lost(), cProfile.Profile()
-        node.latencies.clear()
+        session.latencies.clear()
         silent, busy, sent = [], [], []
         for _ in range(o.rounds):
             silent.append(self.phase(lambda: self.spin(o.seconds))[1])
@@ -294,8 +297,8 @@ class Bench:
         silent.append(self.phase(lambda: self.spin(o.seconds))[1])
         if o.profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(22)
-        return {**counted(before, ledger.counts(), sum(s["sent"] for s in sent)), "lost_by_dds": self.lost() - lost, **latencies(node.latencies), **rates(silent, busy),
-                "gaussians": node.mapper.status().gaussians, "keyframes": node.mapper.status().keyframes, "internal_errors": node.internal_errors,
+        return {**counted(before, ledger.counts(), sum(s["sent"] for s in sent)), "lost_by_dds": self.lost() - lost, **latencies(session.latencies), **rates(silent, busy),
+                "gaussians": session.mapper.status().gaussians, "keyframes": session.mapper.status().keyframes, "internal_errors": session.internal_errors,
                 "publisher": sent, "silent": silent, "intake": busy}
 
     def close(self):
@@ -316,7 +319,7 @@ def main():
     bench = Bench(o)
     try:
         case = {"label": o.label, "size": o.size, "hz": o.hz, "transport": "jpeg" if o.compressed else "rgb8", "depth": o.depth, "path": o.path, "threads": o.threads,
-                "executor": type(bench.executor).__name__, "backend": bench.node.mapper.backend, "set": o.set, "cores": len(os.sched_getaffinity(0))}
+                "executor": type(bench.executor).__name__, "backend": bench.session.mapper.backend, "set": o.set, "cores": len(os.sched_getaffinity(0))}
         result = {**case, **bench.run()}
         print(json.dumps(result, indent=1), flush=True)
     finally:
