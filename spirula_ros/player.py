@@ -20,13 +20,14 @@ from spirula_gpu.report import FrameCounts, Status
 
 from . import bags
 from .dds import fastdds_profile
+from .bag_topics import pick_topics
 from .errors import InputError
 from .node_process import NodeError, NodeProcess
 from .progress import Progress, StopRequest
 from .replay import IMAGE_KINDS, intake_config_for, overrides_for, watching, with_source
 from .report import check_out, cut_short, prepare_folder, remove_results
 from .report_page import write_page
-from .rig import PLACE, pick_topics
+from .rig import PLACE
 
 DISCOVERY_LIMIT_S, ARRIVAL_LIMIT_S, SILENCE_LIMIT_S = 60.0, 30.0, 60.0
 COMPANION_GRACE_S = 0.3  # an image that waits in the node so long waits for a message that comes later in the recording

@@ -17,6 +17,7 @@ from spirula_gpu.config import Config, rows
 from spirula_gpu.correct import PathError
 
 from . import bags
+from .bag_topics import pick_topics
 from .convert import BadMessage
 from .errors import InputError
 from .finish import wait_until_idle
@@ -25,7 +26,7 @@ from .lens import resolved
 from .progress import Progress, StopRequest
 from .report import check_out, prepare_folder, remove_results, write_report
 from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refuse_other_source
-from .rig import cameras_of, pick_topics
+from .rig import cameras_of
 from .sessions import Sessions
 from .settings import Settings
 

@@ -21,7 +21,8 @@ from spirula_ros.cli import main
 from spirula_ros.errors import InputError
 from spirula_ros.intake import Intake, IntakeConfig
 from spirula_ros.params import split
-from spirula_ros.rig import cameras_of, pick_topics
+from spirula_ros.bag_topics import pick_topics
+from spirula_ros.rig import cameras_of
 from spirula_ros.room import Room
 from spirula_ros.synthetic import render, room_camera, trajectory
 from test_checkpoint import everything, save

@@ -54,3 +54,9 @@ time.sleep(600)"""], env={**os.environ, "ROS_DOMAIN_ID": str(ros_domain)}, stdou
     while os.path.exists(f"/proc/{pid}/cmdline") and open(f"/proc/{pid}/cmdline").read():  # a zombie has none
         assert time.monotonic() < deadline, "the node is still there"
         time.sleep(0.1)
+
+
+def test_the_node_loads_nothing_that_reads_recordings_or_trains_offline():
+    """At a robot each of them costs memory and a second of start."""
+    code = "import sys, spirula_ros.node; print(sorted({m.split('.')[0] for m in sys.modules} & {'rosbags', 'scipy', 'torch', 'open3d', 'pycolmap', 'viser'}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
