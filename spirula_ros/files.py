@@ -17,7 +17,7 @@ CONVERT_EXAMPLES = """examples:
 OPENED_WITH = {  # what can be done with a format, beside converting it
     ".ply": "SuperSplat (superspl.at/editor) and every other 3DGS viewer", ".compressed.ply": "SuperSplat (superspl.at/editor), PlayCanvas",
     ".splat": "SuperSplat (superspl.at/editor), antimatter15.com/splat", ".spz": "SuperSplat (superspl.at/editor), Spark, Babylon.js"}
-READS = ("it reads maps (.ply, .compressed.ply, .splat, .spz), meshes, poses (.txt), checkpoints, pictures, recordings (a rosbag2 folder, .mcap, .db3), the folder or report.json of a "
+READS = ("it reads maps (.ply, .compressed.ply, .splat, .spz), meshes, poses (.txt), checkpoints, pictures, recordings (a rosbag2 folder, .mcap, .db3, .bag), the folder or report.json of a "
          "replay, COLMAP models, packed scenes (.npz), and folders of 7-Scenes and TUM")
 PICTURES = (".png", ".jpg", ".jpeg")
 MESHES = (".obj", ".glb", ".gltf", ".stl", ".off")
@@ -298,6 +298,10 @@ def _bag(path: str) -> str:
     with bags.open_bag(path) as bag:
         lines = [f"{bag.path}: recording, {bag.duration_s:.2f} s" + (f"; incomplete: {bag.problem}" if bag.problem else "")]
         lines += [f"  {topic}  {info.type}  {info.count}" for topic, info in bag.topics.items()]
+        try:
+            bags.pick_topics(bag)
+        except bags.TopicsError as error:
+            return "\n".join([*lines, f"a replay cannot use it: {error.why}"])
     return "\n".join([*lines, f"map it        spirula replay {path}", f"its topics    spirula bag info {path}"])
 
 
