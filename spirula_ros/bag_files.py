@@ -15,6 +15,7 @@ from .errors import InputError
 
 MCAP_MAGIC = b"\x89MCAP0\r\n"
 SQLITE_MAGIC = b"SQLite format 3\0"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 HEADER, SCHEMA, CHANNEL, MESSAGE, CHUNK = 0x01, 0x03, 0x04, 0x05, 0x06  # record types of https://mcap.dev/spec
 
 
@@ -71,6 +72,11 @@ def complaint(path: Path) -> str:
 
 def salvage(path: Path) -> Salvaged:
     return Salvaged(lambda: _scan_mcap(path) if path.suffix == ".mcap" else _scan_sqlite3(path))
+
+
+def message_bytes(raw: bytes | memoryview) -> bytes:
+    """CDR; decompressed where each message was compressed by itself and no metadata.yaml has said so. CDR begins with 0, zstd does not."""
+    return zstd.decompress(raw) if raw[:4] == ZSTD_MAGIC else bytes(raw)
 
 
 def mcap_encodings(path: Path) -> set[str] | None:

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 import yaml
 from rosbags.rosbag2 import Reader
 
-from .bag_files import BagError, complaint, mcap_encodings, salvage
+from .bag_files import BagError, complaint, mcap_encodings, message_bytes, salvage
 from .bag_writer import TYPES, BagWriter
 from .convert import MASK_NAME, BadMessage, looks_like_mask
 from .pointcloud import NOT_SUPPORTED
@@ -134,7 +134,7 @@ def open_bag(path: str | Path) -> Bag:
     if path.is_dir() and (path / "metadata.yaml").exists() and not any(complaint(f) for f in files):
         readers.append(_open_reader(path, path))
     else:
-        if path.is_dir() and not (path / "metadata.yaml").exists():
+        if path.is_dir() and not (path / "metadata.yaml").exists() and files[0].suffix != ".bag":
             problems.append("there is no metadata.yaml (the recorder did not finish; `ros2 bag reindex` makes one)")
         for file in files:
             if (cut := complaint(file)):
@@ -159,6 +159,8 @@ def _storage_files(path: Path) -> list[Path]:
     if path.is_file() and path.stat().st_size == 0:
         raise BagError(f"{path}: the recording is empty (0 bytes); record it again")
     if path.is_file():
+        if path.suffix == ".zstd":
+            raise BagError(f"{path}: a compressed storage file; give the folder of its metadata.yaml, or decompress it: zstd -d {path.name}")
         if path.suffix not in STORAGE_SUFFIXES:
             raise BagError(f"{path}: unknown kind of recording '{path.suffix}'; give a rosbag2 directory, a .mcap, .db3 or ROS 1 .bag file")
         files = [path]
@@ -181,6 +183,8 @@ def _files_in(path: Path) -> list[Path]:
             raise BagError(f"{path}: metadata.yaml lists {', '.join(missing)}, which is not there; copy it, or give a single storage file")
     number = lambda f: (len(f.stem), f.stem)  # x_2 before x_10
     files = listed or sorted((f for f in path.iterdir() if f.suffix in STORAGE_SUFFIXES), key=number)
+    if not files and (packed := sorted(f.name for f in path.glob("*.zstd"))):
+        raise BagError(f"{path}: {packed[0]} is compressed and there is no metadata.yaml; decompress {'it' if len(packed) == 1 else f'all {len(packed)}'}: zstd -d *.zstd")
     if not files:
         raise BagError(f"{path}: no .mcap or .db3 file and no metadata.yaml; is this the directory of a rosbag2 recording?")
     if len(ros1 := [f.name for f in files if f.suffix == ".bag"]) > 1:
@@ -213,7 +217,7 @@ def messages(bag: Bag, topics: Topics) -> Iterator[BagMessage]:
             wanted = [c for c in reader.connections if c.topic in kinds]
             for connection, recv_ns, raw in reader.messages(wanted) if wanted else ():
                 n += 1
-                yield BagMessage(kinds[connection.topic], connection.topic, connection.msgtype, recv_ns, bytes(raw))
+                yield BagMessage(kinds[connection.topic], connection.topic, connection.msgtype, recv_ns, message_bytes(raw))
     except GeneratorExit:
         raise
     except Exception as error:  # as in _open_reader: damaged bytes raise anything
@@ -277,7 +281,7 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry or TF)", pose or odom or tf)]
     if (missing := [what for what, topic in lacking if not topic]):
         why = f" ({bag.problem})" if bag.problem else ""
-        raise TopicsError(f"{bag.path}: no topic with {', '.join(missing)}{why}", bag)
+        raise TopicsError(f"{bag.path}: no topic with {', '.join(missing)}{why}: record image, CameraInfo and poses together", bag)
     return topics
 
 
