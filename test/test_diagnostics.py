@@ -1,5 +1,6 @@
 """/diagnostics: what is well, what went wrong since the last message, and who publishes what does not come."""
 import conftest
+import numpy as np
 import pytest
 
 rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
@@ -100,7 +101,7 @@ def test_memory_near_its_budget_warns():
 def test_the_last_stamp_keeps_its_milliseconds(rig):
     rig.connected()
     rig.sent = 17_960_951_235   # tenths of a second
-    rig.send_frame()
+    rig.send_frame(rgb=np.zeros((48, 64, 3), np.uint8))
     topic = lambda: values(newest(rig, f"topic {rig.namespace}/image"))
     rig.until(lambda: int(topic()["received"]))
     assert topic()["last stamp"] == "1796095123.600"
