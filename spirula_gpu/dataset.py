@@ -115,18 +115,11 @@ def _sampled(depth_m: np.ndarray, width: int, height: int) -> np.ndarray:
 def read_model(folder: str | os.PathLike) -> tuple[Path, Any, list]:
     """A COLMAP project: images/ and sparse/0/ (or sparse/). The folder of the images; the pycolmap.Reconstruction; its posed images by name,
     all of which are there. Raises SceneError, one line."""
-    try:
-        import pycolmap
-    except ImportError as e:
-        raise SceneError(f"COLMAP models need pycolmap: pip install pycolmap; import says: {e}") from e
     root = Path(folder)
     model = next((p for p in (root / "sparse" / "0", root / "sparse") if list(p.glob("cameras.*"))), None)
     if model is None:
         raise SceneError(f"{root}: neither sparse/0 nor sparse holds a COLMAP model (cameras.bin or cameras.txt)")
-    try:
-        reconstruction = pycolmap.Reconstruction(str(model))
-    except (ValueError, RuntimeError, LookupError, MemoryError) as e:  # a file that was cut or mixed shows as any of these
-        raise SceneError(f"{model}: COLMAP does not read it, are its files whole and of one model? It says: {' '.join(str(e).split())}") from None
+    reconstruction = read_reconstruction(model)
     posed = sorted((image for image in reconstruction.images.values() if image.has_pose), key=lambda image: image.name)
     if not posed:
         raise SceneError(f"{model}: no image has a pose")
@@ -134,6 +127,38 @@ def read_model(folder: str | os.PathLike) -> tuple[Path, Any, list]:
     if missing:
         raise SceneError(f"{root / 'images'}: {len(missing)} of the model's {len(posed)} images are not there, e.g. {missing[0]}")
     return root / "images", reconstruction, posed
+
+
+def read_reconstruction(model: str | os.PathLike) -> Any:
+    """The pycolmap.Reconstruction of a folder with cameras, images and points3D, .bin or .txt. Raises SceneError, one line."""
+    try:
+        import pycolmap
+    except ImportError as e:
+        raise SceneError(f"COLMAP models need pycolmap: pip install pycolmap; import says: {e}") from e
+    try:
+        return pycolmap.Reconstruction(str(model))
+    except (ValueError, RuntimeError, LookupError, MemoryError) as e:  # a file that was cut or mixed shows as any of these
+        if cut := "; ".join(filter(None, (_cut_off(Path(model) / name) for name in ("images.bin", "points3D.bin")))):
+            raise SceneError(f"{model}: {cut}: copy the model again") from None
+        raise SceneError(f"{model}: COLMAP does not read it, are its files of one model? It says: {' '.join(str(e).split())}; copy or export all of it again") from None
+
+
+def _cut_off(path: Path) -> str:
+    """'' or where a file of a COLMAP model ends early. Records as of src/colmap/scene/reconstruction_io_binary.cc."""
+    data, done = path.read_bytes() if path.is_file() else b"", 0
+    if not path.is_file():
+        return ""
+    total, at = int.from_bytes(data[:8], "little"), 8
+    while done < total and at < len(data):
+        if path.name == "images.bin":   # id, qvec, tvec, camera; the name, ends with 0; [n] of x y point3D_id
+            counted = (data.find(b"\0", at + 64) + 1) or len(data)
+            end = counted + 8 + 24 * int.from_bytes(data[counted:counted + 8], "little")
+        else:                           # id, xyz, rgb, error; [n] of image, point2D
+            end = at + 51 + 8 * int.from_bytes(data[at + 43:at + 51], "little")
+        if end > len(data):
+            break
+        at, done = end, done + 1
+    return f"{path.name} was cut off at {len(data):,} bytes, after {done:,} of {total:,} {path.stem}" if done < total else ""
 
 
 def world_from(image) -> np.ndarray:

@@ -14,6 +14,7 @@ from spirula_gpu.output import HeldOut
 from spirula_gpu.ply import check_path
 
 from .action import ExtractMesh, Refine
+from .errors import said
 from .finish import refine, waitable
 from .services import settled
 
@@ -32,9 +33,9 @@ class Actions:
         self._threads = concurrent.futures.ThreadPoolExecutor(2, "action")
         stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
         group = ReentrantCallbackGroup()
-        for kind, name, work in ((Refine, "refine", self._refine), (ExtractMesh, "extract_mesh", self._extract_mesh)):
+        for kind, name, work, unknown in ((Refine, "refine", self._refine, {"heldout_psnr": float("nan")}), (ExtractMesh, "extract_mesh", self._extract_mesh, {})):
             running = []
-            server = ActionServer(self._node, kind, f"~/{name}", self._execute(kind, name, work, running), callback_group=group,
+            server = ActionServer(self._node, kind, f"~/{name}", self._execute(lambda kind=kind, unknown=unknown: kind.Result(**unknown), name, work, running), callback_group=group,
                                   goal_callback=self._accept(name, running), cancel_callback=lambda goal: CancelResponse.ACCEPT)
             stack.callback(server.destroy)
 
@@ -47,9 +48,9 @@ class Actions:
             return GoalResponse.ACCEPT
         return decide
 
-    def _execute(self, kind, name: str, work: Callable, running: list):
+    def _execute(self, make_result: Callable, name: str, work: Callable, running: list):
         async def execute(goal):
-            result = kind.Result()
+            result = make_result()
             try:
                 waitable(self._mapper)   # a failed or paused mapper would never get there
                 result.message = (await settled(self._node.executor, self._threads.submit(work, goal, result))).result()
@@ -59,7 +60,7 @@ class Actions:
                 result.message = f"cancelled: {e}"
                 goal.canceled()
             except Exception as e:
-                result.message = f"{type(e).__name__}: {e}"
+                result.message = said(e)
                 self._session.log.error(f"~/{name}: {result.message}")
                 goal.abort()
             finally:

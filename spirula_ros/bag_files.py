@@ -15,7 +15,8 @@ from .errors import InputError
 
 MCAP_MAGIC = b"\x89MCAP0\r\n"
 SQLITE_MAGIC = b"SQLite format 3\0"
-SCHEMA, CHANNEL, MESSAGE, CHUNK = 0x03, 0x04, 0x05, 0x06  # record types of https://mcap.dev/spec
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+HEADER, SCHEMA, CHANNEL, MESSAGE, CHUNK = 0x01, 0x03, 0x04, 0x05, 0x06  # record types of https://mcap.dev/spec
 
 
 class BagError(InputError):
@@ -71,6 +72,23 @@ def complaint(path: Path) -> str:
 
 def salvage(path: Path) -> Salvaged:
     return Salvaged(lambda: _scan_mcap(path) if path.suffix == ".mcap" else _scan_sqlite3(path))
+
+
+def message_bytes(raw: bytes | memoryview) -> bytes:
+    """CDR; decompressed where each message was compressed by itself and no metadata.yaml has said so. CDR begins with 0, zstd does not."""
+    return zstd.decompress(raw) if raw[:4] == ZSTD_MAGIC else bytes(raw)
+
+
+def mcap_encodings(path: Path) -> set[str] | None:
+    """How the messages of an .mcap are encoded (cdr, json, protobuf, ros1, ..), where its profile is not ros2; None: it is, or this is no MCAP."""
+    with open(path, "rb") as file:
+        if file.read(len(MCAP_MAGIC)) != MCAP_MAGIC:
+            return None
+        head = file.read(9 + 4 + 4)
+        if len(head) < 17 or head[0] != HEADER or head[9:] == b"\4\0\0\0ros2":
+            return None
+        file.seek(len(MCAP_MAGIC))
+        return {_string(body, _string(body, 4)[1])[0] for op, body in _mcap_records(file) if op == CHANNEL}
 
 
 def _scan_mcap(path: Path) -> Iterator[tuple[int, str, str, int, bytes]]:

@@ -1,4 +1,4 @@
-"""rosbag2 recordings (mcap, sqlite3) without ROS: `open_bag`, `pick_topics`, `messages`, `BagWriter`.
+"""rosbag2 recordings (mcap, sqlite3) and ROS 1 bags without ROS: `open_bag`, `pick_topics`, `messages`, `BagWriter`.
 
 Only the message types of the intake are decoded, with the definitions of ROS 2 Kilted (their layout on the wire is the
 same in every distribution since Foxy), so a bag with other, even unreadable, types and definitions can be used.
@@ -12,14 +12,15 @@ from typing import Any, Callable, Iterator, NamedTuple
 import yaml
 from rosbags.rosbag2 import Reader
 
-from .bag_files import BagError, complaint, salvage
+from .bag_files import BagError, complaint, mcap_encodings, message_bytes, salvage
 from .bag_writer import TYPES, BagWriter
 from .convert import MASK_NAME, BadMessage, looks_like_mask
 from .pointcloud import NOT_SUPPORTED
+from .ros1_bag import Ros1Reader
 
-__all__ = ["KINDS", "Bag", "BagError", "BagMessage", "BagWriter", "TopicInfo", "Topics", "messages", "open_bag", "pick_topics"]
+__all__ = ["KINDS", "Bag", "BagError", "BagMessage", "BagWriter", "TopicInfo", "Topics", "TopicsError", "messages", "open_bag", "pick_topics"]
 OF_CAMERA = ("image", "compressed", "depth", "points", "mask", "info")
-STORAGE_SUFFIXES = (".mcap", ".db3")
+STORAGE_SUFFIXES = (".mcap", ".db3", ".bag")
 KINDS = {  # kind -> message types it can have
     "image": ("sensor_msgs/msg/Image",),
     "compressed": ("sensor_msgs/msg/CompressedImage",),
@@ -36,6 +37,14 @@ KINDS = {  # kind -> message types it can have
 
 
 # --------------------------------------------------------------------------------------------------------- reading
+
+class TopicsError(BagError):
+    """A recording without what a map needs. `why`: the text without the list of its topics."""
+
+    def __init__(self, why: str, bag: "Bag"):
+        super().__init__(f"{why}; the recording has:\n{_listing(bag)}")
+        self.why = why
+
 
 class TopicInfo(NamedTuple):
     type: str   # e.g. sensor_msgs/msg/Image
@@ -102,7 +111,7 @@ class Bag:
     start_ns: int
     end_ns: int
     problem: str = ""
-    _readers: list[Any] = field(default_factory=list)  # rosbags' Reader or Salvaged, in recorded order
+    _readers: list[Any] = field(default_factory=list)  # rosbags' Reader, Ros1Reader or Salvaged, in recorded order
 
     @property
     def duration_s(self) -> float:
@@ -128,7 +137,7 @@ class Bag:
 
 
 def open_bag(path: str | Path) -> Bag:
-    """A rosbag2 directory, or one .mcap or .db3 file. A recording that was cut off (recorder killed, disk full) opens with
+    """A rosbag2 directory, or one .mcap, .db3 or ROS 1 .bag file. A recording that was cut off (recorder killed, disk full) opens with
     `problem` set as long as something in it is readable. Raises BagError for everything else."""
     path = Path(path)
     files = _storage_files(path)
@@ -136,7 +145,7 @@ def open_bag(path: str | Path) -> Bag:
     if path.is_dir() and (path / "metadata.yaml").exists() and not any(complaint(f) for f in files):
         readers.append(_open_reader(path, path))
     else:
-        if path.is_dir() and not (path / "metadata.yaml").exists():
+        if path.is_dir() and not (path / "metadata.yaml").exists() and files[0].suffix != ".bag":
             problems.append("there is no metadata.yaml (the recorder did not finish; `ros2 bag reindex` makes one)")
         for file in files:
             if (cut := complaint(file)):
@@ -160,11 +169,11 @@ def _storage_files(path: Path) -> list[Path]:
         raise BagError(f"{path}: does not exist")
     if path.is_file() and path.stat().st_size == 0:
         raise BagError(f"{path}: the recording is empty (0 bytes); record it again")
-    if path.suffix == ".bag":
-        raise BagError(f"{path}: this is a ROS 1 bag; convert it: pip install rosbags && rosbags-convert --src {path} --dst {path.with_suffix('')}")
     if path.is_file():
+        if path.suffix == ".zstd":
+            raise BagError(f"{path}: a compressed storage file; give the folder of its metadata.yaml, or decompress it: zstd -d {path.name}")
         if path.suffix not in STORAGE_SUFFIXES:
-            raise BagError(f"{path}: unknown kind of recording '{path.suffix}'; give a rosbag2 directory, a .mcap or a .db3 file")
+            raise BagError(f"{path}: unknown kind of recording '{path.suffix}'; give a rosbag2 directory, a .mcap, .db3 or ROS 1 .bag file")
         files = [path]
     else:
         files = _files_in(path)
@@ -185,12 +194,22 @@ def _files_in(path: Path) -> list[Path]:
             raise BagError(f"{path}: metadata.yaml lists {', '.join(missing)}, which is not there; copy it, or give a single storage file")
     number = lambda f: (len(f.stem), f.stem)  # x_2 before x_10
     files = listed or sorted((f for f in path.iterdir() if f.suffix in STORAGE_SUFFIXES), key=number)
+    if not files and (packed := sorted(f.name for f in path.glob("*.zstd"))):
+        raise BagError(f"{path}: {packed[0]} is compressed and there is no metadata.yaml; decompress {'it' if len(packed) == 1 else f'all {len(packed)}'}: zstd -d *.zstd")
     if not files:
         raise BagError(f"{path}: no .mcap or .db3 file and no metadata.yaml; is this the directory of a rosbag2 recording?")
+    if len(ros1 := [f.name for f in files if f.suffix == ".bag"]) > 1:
+        raise BagError(f"{path}: {len(ros1)} ROS 1 bags ({', '.join(ros1[:3])}{' ..' if len(ros1) > 3 else ''}); name one, or join the parts of one recording: rosbags-convert --src PARTS --dst OUT")
     return files
 
 
-def _open_reader(path: Path, bag_path: Path) -> Reader:
+def _open_reader(path: Path, bag_path: Path) -> Any:
+    if path.suffix == ".bag":
+        return Ros1Reader(path, TYPES)
+    if path.suffix == ".mcap" and path.is_file() and (forms := mcap_encodings(path)) is not None:   # rosbags takes files with the profile of rosbag2 alone
+        if "cdr" in forms:
+            return salvage(path)
+        raise BagError(f"{bag_path}: its messages are {' and '.join(sorted(forms)) or 'none'}, not cdr as those of ROS 2 are; record the topics with `ros2 bag record`")
     try:
         reader = Reader(path)
         reader.open()
@@ -209,7 +228,7 @@ def messages(bag: Bag, topics: Topics) -> Iterator[BagMessage]:
             wanted = [c for c in reader.connections if c.topic in kinds]
             for connection, recv_ns, raw in reader.messages(wanted) if wanted else ():
                 n += 1
-                yield BagMessage(kinds[connection.topic], connection.topic, connection.msgtype, recv_ns, bytes(raw))
+                yield BagMessage(kinds[connection.topic], connection.topic, connection.msgtype, recv_ns, message_bytes(raw))
     except GeneratorExit:
         raise
     except Exception as error:  # as in _open_reader: damaged bytes raise anything
@@ -273,7 +292,7 @@ def pick_topics(bag: Bag, overrides: dict[str, str | None] | None = None) -> Top
     lacking = [("an image (sensor_msgs/Image or CompressedImage)", colour), ("a CameraInfo", info), ("poses (PoseStamped, Odometry, TF, or a path that is named)", pose or odom or tf or path)]
     if (missing := [what for what, topic in lacking if not topic]):
         why = f" ({bag.problem})" if bag.problem else ""
-        raise BagError(f"{bag.path}: no topic with {', '.join(missing)}{why}; the recording has:\n{_listing(bag)}")
+        raise TopicsError(f"{bag.path}: no topic with {', '.join(missing)}{why}: record image, CameraInfo and poses together", bag)
     return topics
 
 

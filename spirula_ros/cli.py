@@ -293,7 +293,11 @@ def run_info(args) -> None:
         print(f"{bag.path}: {bag.duration_s:.2f} s" + (f"; incomplete: {bag.problem}" if bag.problem else ""))
         for topic, info in bag.topics.items():
             print(f"  {topic}  {info.type}  {info.count}")
-        topics = bags.pick_topics(bag, topics_from(args))
+        try:
+            topics = bags.pick_topics(bag, topics_from(args))
+        except bags.TopicsError as error:
+            print(f"a replay cannot use it: {error.why}")
+            return
         print("a replay uses: " + ", ".join(f"{kind} {topic}" for topic, kind in topics.chosen().items()))
         for note in topics.notes:
             print(note)

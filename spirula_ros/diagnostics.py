@@ -85,7 +85,7 @@ def topic_report(session, source, new: Counter) -> Report:
         level, message = OK, f"{state.rate_hz:.1f} Hz"
     delay_s = (session.node.get_clock().now().nanoseconds - state.last_stamp_ns) / 1e9 if state.last_stamp_ns else float("nan")
     return Report(f"topic {source.topic}", level, message, {
-        "type": source.type_name, "received": state.count, "rate Hz": state.rate_hz, "last stamp": state.last_stamp_ns / 1e9, "delay s": delay_s, "age s": state.age_s,
+        "type": source.type_name, "received": state.count, "rate Hz": state.rate_hz, "last stamp": f"{state.last_stamp_ns / 1e9:.3f}", "delay s": delay_s, "age s": state.age_s,
         "lost on the way": source.lost, "publishers with incompatible QoS": source.incompatible, **{f"unusable {reason}": n for reason, n in state.bad.items()}})
 
 

@@ -12,3 +12,10 @@ class BadMessage(Exception):
     def __init__(self, reason: str, text: str):
         super().__init__(f"{reason}: {text}")
         self.reason, self.text = reason, text
+
+
+def said(error: BaseException) -> str:
+    """Of an error, for a person: the name of its class only where the text was not written to stand alone, and no [Errno 2]."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, (ValueError, RuntimeError)) and str(error) else f"{type(error).__name__}: {error}"

@@ -17,11 +17,12 @@ CONVERT_EXAMPLES = """examples:
 OPENED_WITH = {  # what can be done with a format, beside converting it
     ".ply": "SuperSplat (superspl.at/editor) and every other 3DGS viewer", ".compressed.ply": "SuperSplat (superspl.at/editor), PlayCanvas",
     ".splat": "SuperSplat (superspl.at/editor), antimatter15.com/splat", ".spz": "SuperSplat (superspl.at/editor), Spark, Babylon.js"}
-READS = ("it reads maps (.ply, .compressed.ply, .splat, .spz), meshes, poses (.txt), checkpoints, pictures, recordings (a rosbag2 folder, .mcap, .db3), the folder or report.json of a "
+READS = ("it reads maps (.ply, .compressed.ply, .splat, .spz), meshes, poses (.txt), checkpoints, pictures, recordings (a rosbag2 folder, .mcap, .db3, .bag), the folder or report.json of a "
          "replay, COLMAP models, packed scenes (.npz), and folders of 7-Scenes and TUM")
 PICTURES = (".png", ".jpg", ".jpeg")
 MESHES = (".obj", ".glb", ".gltf", ".stl", ".off")
 LARGE_BYTES = 100 << 20  # reading says so
+LFS_POINTER = b"version https://git-lfs.github.com/"
 
 
 def add_files(commands) -> None:
@@ -112,8 +113,11 @@ def describe(path: str) -> str:
         return _bag(path)
     try:
         with open(path, "rb") as file:
-            if file.read(len(MAGIC)) == MAGIC:
+            head = file.read(len(LFS_POINTER))
+            if head.startswith(MAGIC):
                 return _checkpoint(path)
+            if head == LFS_POINTER:
+                raise InputError(f"{path}: a pointer of Git LFS, not the file itself: run `git lfs pull` where it came from")
             file.seek(0)
             if name.endswith(".ply") and (tables := _plain_ply(path, file, read_header(file, path))):
                 return tables
@@ -230,7 +234,7 @@ def _tum(path: str) -> str:
 
 
 def _folder(path: Path) -> str:
-    kinds = {"cameras.*": _colmap, "sparse/0/cameras.*": lambda p: _colmap(f"{p}/sparse/0"), "metadata.yaml": _bag, "*.mcap": _bag, "*.db3": _bag, "*.bag": lambda p: _bag(str(next(path.glob("*.bag")))),
+    kinds = {"cameras.*": _colmap, "sparse/0/cameras.*": lambda p: _colmap(f"{p}/sparse/0"), "metadata.yaml": _bag, "*.mcap": _bag, "*.db3": _bag, "*.bag": _bag,
              "report.json": lambda p: _report(f"{p}/report.json"), "frame-*.color.*": _rgbd, "rgb.txt": _rgbd}
     kind = next((kinds[pattern] for pattern in kinds if next(path.glob(pattern), None)), None)
     if kind is None:
@@ -282,13 +286,11 @@ def _picture(path: str) -> str:
 
 
 def _colmap(path: str) -> str:
+    from spirula_gpu.dataset import SceneError, read_reconstruction
     try:
-        import pycolmap
-        model = pycolmap.Reconstruction(path)
-    except ImportError as error:
-        raise InputError(f"{path}: COLMAP models need pycolmap: pip install pycolmap; import says: {error}") from None
-    except (ValueError, RuntimeError, IndexError, KeyError) as error:
-        raise InputError(f"{path}: COLMAP does not read it: {str(error).splitlines()[0]}") from None
+        model = read_reconstruction(path)
+    except SceneError as error:
+        raise InputError(str(error)) from None
     kinds = ", ".join(sorted({f"{c.model.name} {c.width}x{c.height}" for c in model.cameras.values()}))
     return f"{path}: COLMAP model, {len(model.images):,} images, {len(model.cameras)} cameras ({kinds}), {len(model.points3D):,} points"
 
@@ -298,6 +300,10 @@ def _bag(path: str) -> str:
     with bags.open_bag(path) as bag:
         lines = [f"{bag.path}: recording, {bag.duration_s:.2f} s" + (f"; incomplete: {bag.problem}" if bag.problem else "")]
         lines += [f"  {topic}  {info.type}  {info.count}" for topic, info in bag.topics.items()]
+        try:
+            bags.pick_topics(bag)
+        except bags.TopicsError as error:
+            return "\n".join([*lines, f"a replay cannot use it: {error.why}"])
     return "\n".join([*lines, f"map it        spirula replay {path}", f"its topics    spirula bag info {path}"])
 
 

@@ -9,6 +9,7 @@ from typing import Callable
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.report import Status
 
+from .errors import said
 from .params import OutputConfig
 from .report import write_report
 
@@ -68,7 +69,7 @@ def waitable(mapper: Mapper) -> Status:
     """The mapper's status. Raises RuntimeError when waiting for it is in vain: it has failed, was stopped or is paused."""
     status = mapper.status()
     if status.state in ("error", "stopped", "paused"):
-        reason = {"error": status.last_error, "paused": "resume it first (~/pause)"}.get(status.state, "")
+        reason = {"error": status.last_error, "paused": "resume it first (~/pause with false, or, if the node is inactive, `ros2 lifecycle set` it to activate)"}.get(status.state, "")
         raise RuntimeError(f"the mapper's state is {status.state}" + (f": {reason}" if reason else ""))
     return status
 
@@ -85,6 +86,6 @@ def save_files(mapper: Mapper, paths: dict[str, str], logger) -> int:
                 mapper.command(f"save_{what}", path).result(timeout=SAVE_LIMIT_S)
                 logger.info(f"{what} saved to {path}")
             except Exception as e:
-                logger.error(f"the {what} was not saved to {path}: {type(e).__name__}: {e}")
+                logger.error(f"the {what} was not saved to {path}: {said(e)}")
                 code = 1
     return code

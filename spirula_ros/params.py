@@ -192,7 +192,7 @@ def declare_all(node) -> None:
             node.declare_parameter(name, list(default) if isinstance(default, tuple) else default, descriptor)
             autostart = node.get_parameter("lifecycle.autostart").value
         except (InvalidParameterTypeException, InvalidParameterValueException) as e:
-            hint = " (write whole numbers of this parameter with a point, 1.0)" if isinstance(default, float) else ""
+            hint = " (write whole numbers of this parameter with a point, 1.0)" if isinstance(default, float) and isinstance(e, InvalidParameterTypeException) else ""
             raise ValueError(f"parameter {name}: {e}{hint}") from None
     groups = {name.split(".")[0] for name, _, _ in rows()}
     unknown = sorted(name for name in node._parameter_overrides if not node.has_parameter(name) and not name.startswith("qos_overrides."))

@@ -14,8 +14,10 @@ from rclpy.task import Future
 from std_srvs.srv import SetBool, Trigger
 
 from spirula_gpu.camera import Camera
+from spirula_gpu.ply import check_path
 
 from .convert import BadMessage, camera_from_info, check_near, pose_from_msg
+from .errors import said
 from .finish import finish
 from .publish import VIEW_FRAME, camera_info_msg, depth_msg, header, image_msg
 from .srv import LoadMap, RenderView, SaveMap, SetView
@@ -46,7 +48,7 @@ class Services:
         except BadMessage as e:
             response.success, response.message = False, e.text
         except Exception as e:
-            response.success, response.message = False, f"{type(e).__name__}: {e}"
+            response.success, response.message = False, said(e)
         if not response.success:
             self._session.log.error(response.message)
         return response
@@ -56,7 +58,11 @@ class Services:
         if not path:
             response.success, response.message = False, "no path: give one in the request, or set the parameter output.map_path"
             return response
-        return await self._answer(response, lambda: self._mapper.command("save_map", path), lambda written: f"{written} Gaussians in {path}")
+
+        def begin():
+            check_path("path", path)
+            return self._mapper.command("save_map", path)
+        return await self._answer(response, begin, lambda written: f"{written} Gaussians in {path}")
 
     async def _load_map(self, request, response):
         path = os.path.expanduser(request.path)

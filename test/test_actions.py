@@ -86,7 +86,7 @@ def test_refine_can_be_cancelled_and_frames_go_on_meanwhile(mapped):
 @pytest.mark.parametrize("goal, why", [(Refine.Goal(), "one must be more than 0"), (Refine.Goal(seconds=-1.0), "one must be more than 0")])
 def test_a_refinement_without_end_is_refused(mapped, goal, why):
     status, result = mapped.outcome(mapped.act(Refine, "refine", goal))
-    assert status == GoalStatus.STATUS_ABORTED and not result.success and why in result.message
+    assert status == GoalStatus.STATUS_ABORTED and not result.success and result.message.startswith(f"steps = 0, seconds = {goal.seconds:g}: {why}") and math.isnan(result.heldout_psnr)
 
 
 def test_refine_says_why_it_cannot(rig):
@@ -94,7 +94,7 @@ def test_refine_says_why_it_cannot(rig):
     assert status == GoalStatus.STATUS_ABORTED and "no keyframe" in result.message
     rig.call(SetBool, "pause", SetBool.Request(data=True))
     status, result = rig.outcome(rig.act(Refine, "refine", Refine.Goal(steps=5)))
-    assert status == GoalStatus.STATUS_ABORTED and "paused" in result.message
+    assert status == GoalStatus.STATUS_ABORTED and "paused" in result.message and math.isnan(result.heldout_psnr)
 
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------------

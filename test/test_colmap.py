@@ -7,14 +7,14 @@ import cv2
 import numpy as np
 import pytest
 
-from conftest import CHECKOUT, importorskip
+from conftest import importorskip
+from shared_data import ROBUSTNESS, needs_robustness
 from spirula_ros import cli, colmap
 from spirula_ros.convert import stamp_ns
 from spirula_ros.errors import InputError
 from test_rgbd import contents, quiet
 
 pycolmap = importorskip("pycolmap", "pip install -r requirements-dev.txt")
-ROBUSTNESS = CHECKOUT.parent / "shared" / "data" / "robustness"
 PARAMETERS = {"SIMPLE_PINHOLE": "50 32 24", "PINHOLE": "50 51 31 25", "SIMPLE_RADIAL": "50 32 24 -0.1", "RADIAL": "50 32 24 -0.1 0.02",
               "OPENCV": "50 51 31 25 -0.1 0.02 0.003 -0.002", "FULL_OPENCV": "50 51 31 25 -0.1 0.02 0.003 -0.002 0.01 0.02 -0.01 0.005",
               "OPENCV_FISHEYE": "50 51 31 25 -0.1 0.02 0.003 -0.002", "FOV": "50 51 31 25 0.9"}
@@ -110,16 +110,19 @@ def test_bad_projects(tmp_path, capsys, spoil, text):
     assert not (tmp_path / "bag").exists()
 
 
-@pytest.mark.skipif(not ROBUSTNESS.is_dir(), reason="../shared/data/robustness is not there")
+@needs_robustness
 @pytest.mark.parametrize("name", ["colmap_mismatch", "colmap_truncated"])
 def test_broken_models_of_others(tmp_path, capsys, name):
     """Cut files, and files of two models: as a project's sparse/0, and given themselves."""
     shutil.copytree(ROBUSTNESS / name, tmp_path / "p" / "sparse" / "0")
-    assert "are its files whole and of one model?" in refused(capsys, tmp_path / "p", tmp_path / "bag")
+    text = {"colmap_mismatch": "are its files of one model? It says: ", "colmap_truncated": "images.bin was cut off at 2,359,296 bytes, after "}[name]
+    assert text in refused(capsys, tmp_path / "p", tmp_path / "bag")
     assert "neither sparse/0 nor sparse" in refused(capsys, ROBUSTNESS / name, tmp_path / "bag")
 
 
 def test_a_project_without_pycolmap(tmp_path, capsys, monkeypatch):
+    (tmp_path / "sparse").mkdir()
+    (tmp_path / "sparse" / "cameras.txt").touch()
     monkeypatch.setitem(__import__("sys").modules, "pycolmap", None)
     assert "pip install pycolmap" in refused(capsys, tmp_path, tmp_path / "bag")
 

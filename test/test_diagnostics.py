@@ -1,5 +1,6 @@
 """/diagnostics: what is well, what went wrong since the last message, and who publishes what does not come."""
 import conftest
+import numpy as np
 import pytest
 
 rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
@@ -95,3 +96,12 @@ def test_a_failed_mapper_and_an_internal_error(rig):
 def test_memory_near_its_budget_warns():
     report = lambda total: memory_report(VramReport((), {"splat": (total, total)}, total, 0, 100 << 20, 0, 0, 0))
     assert report(50 << 20).level == OK and report(99 << 20).level == WARN and "of 100 MiB" in report(99 << 20).message
+
+
+def test_the_last_stamp_keeps_its_milliseconds(rig):
+    rig.connected()
+    rig.sent = 17_960_951_235   # tenths of a second
+    rig.send_frame(rgb=np.zeros((48, 64, 3), np.uint8))
+    topic = lambda: values(newest(rig, f"topic {rig.namespace}/image"))
+    rig.until(lambda: int(topic()["received"]))
+    assert topic()["last stamp"] == "1796095123.600"

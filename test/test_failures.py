@@ -14,6 +14,7 @@ from spirula_gpu import native
 from spirula_gpu.camera import Camera
 from spirula_gpu.config import replaced
 from spirula_gpu.mapper import Mapper, Wants
+from spirula_ros.errors import InputError, said
 from test_mapper import SMALL, frame, submit, wait_for
 
 W, H = 64, 48
@@ -185,3 +186,10 @@ def test_memory_that_is_refused_to_a_picture_is_a_hint():
     mapper._last["render"] = 0.0
     mapper.tick()
     assert mapper.latest.get().rgb.shape == (300, 400, 3)
+
+
+@pytest.mark.parametrize("error, text", [
+    (FileNotFoundError(2, "No such file or directory", "/a/b.ply"), "/a/b.ply: No such file or directory"), (InputError("a.ply: cut; copy it"), "a.ply: cut; copy it"),
+    (RuntimeError("paused"), "paused"), (ValueError(), "ValueError: "), (KeyError("x"), "KeyError: 'x'"), (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero")])
+def test_what_is_said_of_an_error(error, text):
+    assert said(error) == text

@@ -205,7 +205,7 @@ def test_info_of_everything_else(capsys, trained, tmp_path):
 
 @pytest.mark.parametrize("name, content, message", [
     ("none.ply", None, "does not exist"), ("a.txt", b"hello", "not poses"), ("a.npy", b"\x80\x04]q", "not a .npy"), ("a.f32.gz", b"\x1f\x8bxx", "damaged"), ("a.json", b"{}", "a .json that is no report of a replay or training; it reads maps"),
-    ("a.json", b'{"bag": 1, "mode": "x", "backend": "cpu"}', "no report of a replay"), ("a.json", b"[" * 100_000, "no report of a replay"), ("a.bag", b"#ROSBAG V2.0\n", "this is a ROS 1 bag; convert it"), ("a.png", b"\x89PNG", "not a picture that can be read"),
+    ("a.json", b'{"bag": 1, "mode": "x", "backend": "cpu"}', "no report of a replay"), ("a.json", b"[" * 100_000, "no report of a replay"), ("a.bag", b"#ROSBAG V2.0\n", "cut off at 13 bytes, in its header; copy it again"), ("a.png", b"\x89PNG", "not a picture that can be read"),
     ("a.pdf", b"%PDF", "nothing that this program knows; it reads maps"), ("a.splat", b"123", "a.splat"),
     ("a.ckpt", b"SPIRULA\x1a", "cut short"), ("a.ksplat", b"x", "splat-transform"),
 ])
@@ -232,7 +232,7 @@ def test_info_of_folders_and_results(capsys):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text("# stamp file\n1 a\n")
     assert "(7scenes), 2 images" in spirula(capsys, "info", "seven")[1] and "(tum), 1 images" in spirula(capsys, "info", "tum")[1]
-    for name, text in (("empty", "nothing in this folder that this program knows; it reads maps"), ("ros1", "this is a ROS 1 bag; convert it")):
+    for name, text in (("empty", "nothing in this folder that this program knows; it reads maps"), ("ros1", "cut off at 13 bytes, in its header")):
         code, _, err = spirula(capsys, "info", name)
         assert code == 2 and text in err and len(err.splitlines()) == 1, err
     write_poses("project/sparse/0/", posed())

@@ -244,7 +244,7 @@ def test_save_map_tells_the_real_outcome_while_topics_run(rig, tmp_path):
     rig.until(saving.done)
     assert saving.result().success and f"{WRITTEN} Gaussians" in saving.result().message and (tmp_path / "map.ply").exists()
     refused = rig.call(SaveMap, "save_map", SaveMap.Request(path=str(tmp_path / "no" / "map.ply")))
-    assert not refused.success and "No such file" in refused.message
+    assert not refused.success and refused.message == f"path '{tmp_path / 'no' / 'map.ply'}': must be a file in a folder that exists and can be written; give another one"
     assert "output.map_path" in rig.call(SaveMap, "save_map", SaveMap.Request()).message
 
 
@@ -536,8 +536,9 @@ def test_live_parameters_reach_the_mapper_and_the_others_are_refused(rig):
 def test_bad_start_values_name_the_parameter():
     for name, value, text in (("train.lr_mean", 7.0, "train.lr_mean"), ("train.lr_mean", 1, "with a point, 1.0"),
                               ("qos.sensors", "sometimes", "best_effort, reliable")):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=text) as caught:
             TrainNode(FakeMapper, parameter_overrides=[Parameter(name, value=value)])
+        assert ("with a point" in str(caught.value)) == (value == 1)   # the advice fits a wrong type alone
 
 
 def test_a_failed_mapper_is_shown_everywhere_and_ends_the_node(tmp_path):

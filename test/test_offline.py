@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from shared_data import DATA
 from spirula_gpu import Camera, Engine, Frame
 from spirula_gpu.config import InsertConfig, replaced
 from spirula_gpu.dataset import Scene, SceneError, read_colmap
@@ -20,8 +21,7 @@ from spirula_gpu.strategy import GrowConfig, Growth
 from scenes import gaussians, look
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-DATA = CHECKOUT.parent / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not there")
 CAMERA = Camera(48, 36, 40.0, 41.0, 23.0, 18.5)
 FAST = {"engine.threads": 1, "engine.max_gaussians": 700, "init.points": 500, "schedule.max_steps": 160, "schedule.sh_interval_steps": 50,
         "grow.start": 20, "grow.every": 20}

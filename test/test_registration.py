@@ -1,16 +1,16 @@
 """registration.py: depth of another camera, turned and beside, against exact geometry and against what NVIDIA's node made of a real recording."""
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from shared_data import ROBUSTNESS
 from spirula_gpu.camera import Camera
 from spirula_ros.poses import inverse, matrix_from_pose
 from spirula_ros.registration import register_depth
 
-ISAAC = Path(__file__).resolve().parents[2] / "shared" / "data" / "robustness" / "isaac_depth_align"
+ISAAC = ROBUSTNESS / "isaac_depth_align"
 
 
 def plane_depth(camera, T_cam_world, normal=(0.2, -0.1, -1.0), at=(0, 0, 2.0)):

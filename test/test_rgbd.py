@@ -1,10 +1,10 @@
 """`bag from-rgbd`: both layouts, registration against an analytic scene, every bad folder, and the real recording."""
-from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 
+from shared_data import DATA
 from spirula_gpu.camera import Camera
 from spirula_ros import bags, rgbd
 from spirula_ros.convert import depth_to_m, image_to_rgb, stamp_ns
@@ -12,7 +12,7 @@ from spirula_ros.errors import InputError
 from spirula_ros.pointcloud import points_from_msg
 from spirula_ros.registration import register_depth, shrink_color, shrink_depth
 
-REDKITCHEN = Path(__file__).resolve().parents[2] / "shared" / "data" / "7scenes_redkitchen"
+REDKITCHEN = DATA / "7scenes_redkitchen"
 W, H = 64, 48
 
 
@@ -282,7 +282,7 @@ def test_shrinking_scales_the_camera_exactly(seven, tmp_path):
 
 # ---- the real recording ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.skipif(not REDKITCHEN.is_dir(), reason="../shared/data/7scenes_redkitchen is not there")
+@pytest.mark.skipif(not REDKITCHEN.is_dir(), reason=f"{REDKITCHEN} is not there")
 def test_redkitchen_registration_agrees_with_the_colours():
     """Colours of one frame, moved into another with depth and pose, correlate better with registration (its README: 0.956)."""
     items, _ = rgbd.read_7scenes(REDKITCHEN, 7.5)
