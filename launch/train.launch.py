@@ -88,7 +88,7 @@ OTHERS = (  # argument, default, type, description
 SENSORS = {  # sensor: package and launch file of its driver, with arguments (None: the user must say); config/<sensor>.yaml names the sources
     "realsense": ("realsense2_camera", "rs_launch.py", {"align_depth.enable": "true", "enable_sync": "true"}),
     "zed": ("zed_wrapper", "zed_camera.launch.py", {"camera_model": None}),
-    "oak": ("depthai_ros_driver", "vio.launch.py", {}),
+    "oak": ("depthai_ros_driver", "driver.launch.py", {"params_file": "{share}/config/rtabmap.yaml", "parent_frame": "oak_parent_frame"}),
     "orbbec": ("orbbec_camera", "gemini_330_series.launch.py", {"depth_registration": "true"}),
     "isaac": ("isaac_ros_visual_slam", "isaac_ros_visual_slam_realsense_rgbd.launch.py", {}),
     "lidar_camera": None,
@@ -168,13 +168,14 @@ def driver(value: dict) -> GroupAction:
     if SENSORS[value["sensor"]] is None:
         raise RuntimeError(f"driver:=true: {value['sensor']} has no driver of one kind; start those of your devices yourself")
     package, file, arguments = SENSORS[value["sensor"]]
-    path = share_of(package, "driver:=true") / "launch" / file
+    share = share_of(package, "driver:=true")
+    path = share / "launch" / file
     if not path.is_file():
         raise RuntimeError(f"driver:=true: {path} is not there: this version of {package} is another one than we know; start its driver yourself and leave driver out")
     words = [word.partition(":=") for word in value["driver_args"].split()]
     if bad := [name for name, equals, _ in words if not equals]:
         raise RuntimeError(f"driver_args: '{bad[0]}' is not name:=value")
-    arguments = {**arguments, **{name: text for name, _, text in words}}
+    arguments = {**{name: text and text.replace("{share}", str(share)) for name, text in arguments.items()}, **{name: text for name, _, text in words}}
     if lacking := [name for name, text in arguments.items() if text is None]:
         raise RuntimeError(f"driver:=true: {package} has to know its {lacking[0]}: give driver_args:='{lacking[0]}:=..'")
     return GroupAction([IncludeLaunchDescription(PythonLaunchDescriptionSource(str(path)), launch_arguments=arguments.items())], scoped=True, forwarding=False)
@@ -217,7 +218,8 @@ def foxglove(value: dict, parameters: list) -> list:
     share_of("foxglove_bridge", "foxglove:=true")
     return [Node(package="foxglove_bridge", executable="foxglove_bridge", name="foxglove_bridge", output="screen",
                  parameters=[{"port": value["foxglove_port"], "address": value["foxglove_host"], "use_sim_time": parameters[-1]["use_sim_time"]}]),
-            LogInfo(msg=f"Foxglove: open ws://{value['foxglove_host']}:{value['foxglove_port']} and import the layout {share_directory() / 'foxglove' / 'spirula.json'}")]
+            LogInfo(msg=f"Foxglove: open ws://{value['foxglove_host']}:{value['foxglove_port']} and import the layout {share_directory() / 'foxglove' / 'spirula.json'}"
+                    + (f", with /{value['namespace'].strip('/')}/spirula/ in place of /spirula/" if value["namespace"] else ""))]
 
 
 def start(context):
