@@ -24,6 +24,12 @@ def environment(launch_env, ros_domain, tmp_path):
             "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [launch_env.get("PYTHONPATH")])])}
 
 
+def test_every_argument_and_sensor_is_documented(environment):
+    section = (HERE.parent / "docs" / "ros.md").read_text().split("## Launch files")[1]
+    arguments = [line.split(":")[0] for line in launch_file("train", "--show-args", **environment).stdout.splitlines()]
+    assert len(arguments) > 30 and [name for name in arguments + SENSORS if f"`{name}`" not in section] == []
+
+
 def launch_file(name: str, *words: str, **changes: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, HERE / "launch_file.py", TRAIN.with_name(f"{name}.launch.py"), *words], env=changes,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90)
