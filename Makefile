@@ -8,7 +8,7 @@ DEMO_ARGS ?= --rate 0.4 --refine-seconds 30 # slowly enough for two cores; a fas
 venv := $(abspath $(VENV))
 python := $(venv)/bin/python
 stamps := $(venv)/stamps
-sources := CMakeLists.txt package.xml setup.py $(wildcard cmake/* action/* msg/* srv/* scripts/* config/* launch/*) \
+sources := CMakeLists.txt package.xml setup.py $(wildcard cmake/* action/* msg/* srv/* scripts/* config/* launch/* rviz/* foxglove/*) \
   $(shell find spirula_gpu spirula_ros -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu*')
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

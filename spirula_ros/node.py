@@ -24,6 +24,7 @@ from .params import check_change, config_from, declare_all
 from .session import Session
 
 RCLError = rclpy_implementation.RCLError
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUCCESS, FAILURE = TransitionCallbackReturn.SUCCESS, TransitionCallbackReturn.FAILURE
 USAGE = """train_node: images and poses in, a map of Gaussians out, until Ctrl-C.
 
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     mapper failed or something was not saved, 2 it could not start."""
     parent = os.environ.get(PARENT)
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rclpy's own handlers would take the context away before the last status
+    for number in STOPPING:  # rclpy's own handlers would take the context away before the last status
         signal.signal(number, lambda *_: stop.set())
     try:
         words = remove_ros_args(sys.argv if argv is None else ["train_node", *argv])[1:]
@@ -149,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             executor.shutdown(timeout_sec=1)
             rclpy.try_shutdown()
+    for number in STOPPING:  # all is saved: one more Ctrl-C while Python ends, which takes our handlers away, must not make this a failure
+        signal.signal(number, signal.SIG_IGN)
     return code
 
 

@@ -113,6 +113,8 @@ def explain(node, inputs: list[Input], intake: Intake, silent_s: float, silent: 
         return "\n".join(lines + ["  " + LOST_HINT] * any(source.lost for source in inputs if source.camera not in names))
     lines = [f"no usable frame for {silent_s:.0f} s: {counts.frames_in} images in, {counts.used} used, {counts.pending} waiting, dropped: {listed(counts.dropped)}"]
     lines += ["  " + describe_input(node, inputs, source, state_of(source, states)) for source in inputs]
+    if not any(node.count_publishers(source.topic) for source in inputs):
+        lines.append(f"  none of them has a publisher: do the publishers have this node's ROS_DOMAIN_ID ({node.context.get_domain_id()}) and, on another machine, the same network?")
     if intake.pending:
         lines.append(f"  {intake.pending} images wait for: {intake.waiting_for}")
     if intake.last_problem:

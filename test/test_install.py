@@ -24,7 +24,7 @@ except ImportError:
     messages = []
 share = share_directory()
 print(json.dumps(dict(package=native.__file__, share=str(share), version=version(), messages=messages,
-                      files=sorted(str(f.relative_to(share)) for d in ("config", "launch") for f in (share / d).rglob("*")
+                      files=sorted(str(f.relative_to(share)) for d in ("config", "launch", "rviz", "foxglove") for f in (share / d).rglob("*")
                                    if f.is_file() and "__pycache__" not in f.parts))))
 """
 
@@ -37,7 +37,7 @@ def probe(command: list, **environment: str) -> dict:
 
 
 def shared_files() -> list[str]:
-    return sorted(str(f.relative_to(CHECKOUT)) for d in ("config", "launch") for f in (CHECKOUT / d).rglob("*")
+    return sorted(str(f.relative_to(CHECKOUT)) for d in ("config", "launch", "rviz", "foxglove") for f in (CHECKOUT / d).rglob("*")
                   if f.is_file() and "__pycache__" not in f.parts)
 
 

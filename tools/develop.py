@@ -17,7 +17,7 @@ def sources():
         for suffix in ("*.py", "*.so"):
             for file in (CHECKOUT / package).rglob(suffix):
                 yield file, SITE / file.relative_to(CHECKOUT)
-    for folder in ("config", "launch"):
+    for folder in ("config", "launch", "rviz", "foxglove"):
         for file in (CHECKOUT / folder).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
                 yield file, SHARE / file.relative_to(CHECKOUT)

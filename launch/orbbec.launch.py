@@ -1,0 +1,14 @@
+"""ros2 launch spirula_ros orbbec.launch.py [driver:=true]
+
+Orbbec Gemini 330 series (orbbec_camera); poses from odometry:  pose:=/odom.
+train.launch.py with sensor:=orbbec; what is listened to stands in config/orbbec.yaml, with its sources."""
+from launch import LaunchDescription
+from launch.actions import DeclareLaunchArgument, IncludeLaunchDescription
+from launch.launch_description_sources import PythonLaunchDescriptionSource
+from launch_ros.substitutions import FindPackageShare
+
+
+def generate_launch_description():
+    return LaunchDescription([
+        DeclareLaunchArgument("sensor", default_value="orbbec", description="the configuration of that name is taken"),
+        IncludeLaunchDescription(PythonLaunchDescriptionSource([FindPackageShare("spirula_ros"), "/launch/train.launch.py"]))])
