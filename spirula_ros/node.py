@@ -2,6 +2,7 @@
 training, cleanup saves and frees the map. With lifecycle.autostart it configures and activates itself."""
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -26,12 +27,22 @@ from .session import Session
 RCLError = rclpy_implementation.RCLError
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUCCESS, FAILURE = TransitionCallbackReturn.SUCCESS, TransitionCallbackReturn.FAILURE
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3              # malloc.h
+LARGEST_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20          # the first is the most that glibc allows
 USAGE = """train_node: images and poses in, a map of Gaussians out, until Ctrl-C.
 
     train_node --ros-args -p topics.image:=/camera/color/image_raw -p topics.camera_info:=/camera/color/camera_info ...
     train_node --ros-args --params-file spirula.yaml -r __ns:=/robot1
 
 `spirula params` prints a file with every parameter. `ros2 launch spirula_ros train.launch.py --show-args` lists the arguments of the launch file."""
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep up to KEPT_BYTES of what was freed. Images come and go many times a second; given back each time, every page of the next one is a fault of
+    the executor's thread, which holds the interpreter meanwhile. Other C libraries have no mallopt, and nothing happens."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 class TrainNode(LifecycleNode):
@@ -133,6 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if words:
             raise ValueError(f"'{words[0]}': parameters stand behind --ros-args; see train_node --help")
+        keep_freed_memory()
         rclpy.init(args=argv, signal_handler_options=SignalHandlerOptions.NO)
         node = TrainNode()
     except (ValueError, NativeError, RCLError, NameValidationException) as e:
