@@ -32,6 +32,13 @@ def whole(text: str) -> int:
         raise ValueError("must be a whole number") from None
 
 
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("must be a number") from None
+
+
 def positive(text: str) -> float:
     try:
         if 0 < float(text) < float("inf"):
@@ -42,6 +49,7 @@ def positive(text: str) -> float:
 
 
 PARAMETERS = (  # argument, parameter, type, description
+    ("cameras", "topics.cameras", str, "names of several cameras, 'front, rear': {camera} in the topics is replaced by each"),
     ("image", "topics.image", str, "colour image topic; CompressedImage when it ends in /compressed"),
     ("image_transport", "topics.image_transport", str, "raw | compressed: compressed appends /compressed to the image topic"),
     ("camera_info", "topics.camera_info", str, "CameraInfo topic of the colour image"),
@@ -52,10 +60,12 @@ PARAMETERS = (  # argument, parameter, type, description
     ("mask", "topics.mask", str, "mask topic, mono8: pixels of the image that are 0 in it are not of the scene"),
     ("mask_mode", "intake.mask", str, "off | use_if_there | require; require when a mask is given"),
     ("pose", "topics.pose", str, "pose topic"),
-    ("pose_source", "intake.pose_source", str, "pose (PoseStamped) | odom (Odometry) | tf"),
+    ("pose_source", "intake.pose_source", str, "pose (PoseStamped) | odom (Odometry) | tf | path (a nav_msgs/Path that grows)"),
     ("path", "topics.path", str, "nav_msgs/Path that a SLAM corrects (loop closure): the map moves with it"),
     ("map_frame", "intake.map_frame", str, "frame of the map, also rviz's fixed frame; needed with pose_source tf unless it is 'map'"),
     ("camera_frame", "intake.camera_frame", str, "optical frame of the camera, if the images do not name it"),
+    ("time_offset", "intake.time_offset_s", number, "s added to the stamps of images before poses are looked up"),
+    ("map_on_time_jump", "intake.map_on_time_jump", str, "keep | reset | new_session: what becomes of the map when stamps jump back (looped recording)"),
     ("backend", "engine.backend", str, "auto | cpu | cuda"),
     ("holdout_every", "eval.holdout_every", whole, "keep every n-th frame out of the map and measure with it"),
     ("checkpoint", "checkpoint.path", str, "save everything that training needs here, once a minute and when the node stops"),
@@ -74,7 +84,7 @@ OTHERS = (  # argument, default, type, description
     ("driver", "false", flag, "true: start the driver of the sensor too"),
     ("driver_args", "", str, "more arguments for the driver's launch file: 'camera_model:=zed2i serial_number:=1234'"),
     ("respawn", "false", flag, "true: after a crash the node comes back and goes on from its checkpoint; needs checkpoint"),
-    ("bag", "", str, "rosbag2 recording to play into the node with `ros2 bag play --clock`, 5 s after the start"),
+    ("bag", "", str, "recording to play into the node: with `ros2 bag play --clock`, 5 s after the start, or, where rosbag2 is missing or cannot read it (ROS 1), with `spirula bag play`"),
     ("rate", "1.0", positive, "speed of the replay; needs bag"),
     ("loop", "false", flag, "true: play the recording again and again; needs bag"),
     ("use_sim_time", "", flag, "take the time from /clock; empty: true with bag, else false"),
@@ -183,23 +193,24 @@ def driver(value: dict) -> GroupAction:
 
 def player(value: dict) -> ExecuteProcess:
     bag = Path(value["bag"]).expanduser()
-    if bag.suffix == ".bag":
-        raise RuntimeError(f"bag:={value['bag']}: a ROS 1 recording: play it with `spirula replay {bag} --via-ros`, or convert it (rosbags-convert)")
     if not bag.exists():
         raise RuntimeError(f"bag:={value['bag']}: no such recording (from {Path.cwd()}); give the folder with metadata.yaml in it")
-    if bag.is_dir() and not (bag / "metadata.yaml").is_file():
-        raise RuntimeError(f"bag:={value['bag']}: no metadata.yaml in this folder: give the folder of a rosbag2 recording (`ros2 bag reindex` writes a lost one)")
-    share_of("ros2bag", "bag:=")
-    if not shutil.which("ros2"):
-        raise RuntimeError("bag:= needs the command ros2, which is not in PATH: source /opt/ros/$ROS_DISTRO/setup.bash, or use `spirula replay --via-ros`")
 
     def ended(event, context):
         said = "has ended" if event.returncode == 0 else f"could not be played (exit code {event.returncode}, see above)"
         return None if context.is_shutdown else LogInfo(msg=f"the recording {said}; the node goes on: stop it with Ctrl-C")
-    return ExecuteProcess(
-        cmd=["ros2", "bag", "play", str(bag), "--clock", "100", "--delay", "5",  # for the node to load its engine and to be discovered
-             "--rate", str(value["rate"] or 1.0), *(["--loop"] if value["loop"] else [])],
-        output="screen", on_exit=ended)
+    if has_rosbag2() and bag.suffix != ".bag" and (bag.is_file() or (bag / "metadata.yaml").is_file()):
+        command = ["ros2", "bag", "play", str(bag), "--clock", "100", "--delay", "5"]  # for the node to load its engine and to be discovered
+    else:  # our own reads ROS 1 recordings and folders without metadata.yaml too
+        command = [str(share_directory().parents[1] / "lib" / "spirula_ros" / "spirula"), "bag", "play", str(bag), "--clock", "--wait", "60"]
+    return ExecuteProcess(cmd=[*command, "--rate", str(value["rate"] or 1.0), *(["--loop"] if value["loop"] else [])], output="screen", on_exit=ended)
+
+
+def has_rosbag2() -> bool:
+    try:
+        return bool(get_package_share_directory("ros2bag") and shutil.which("ros2"))
+    except PackageNotFoundError:
+        return False
 
 
 def rviz(value: dict, parameters: list) -> Node:

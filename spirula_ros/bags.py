@@ -18,7 +18,7 @@ from .convert import MASK_NAME, BadMessage, looks_like_mask
 from .pointcloud import NOT_SUPPORTED
 from .ros1_bag import Ros1Reader
 
-__all__ = ["KINDS", "Bag", "BagError", "BagMessage", "BagWriter", "TopicInfo", "Topics", "TopicsError", "messages", "open_bag", "pick_topics"]
+__all__ = ["KINDS", "Bag", "BagError", "BagMessage", "BagWriter", "TopicInfo", "Topics", "TopicsError", "messages", "open_bag", "pick_topics", "read"]
 OF_CAMERA = ("image", "compressed", "depth", "points", "mask", "info")
 STORAGE_SUFFIXES = (".mcap", ".db3", ".bag")
 KINDS = {  # kind -> message types it can have
@@ -220,9 +220,14 @@ def _open_reader(path: Path, bag_path: Path) -> Any:
 
 
 def messages(bag: Bag, topics: Topics) -> Iterator[BagMessage]:
-    """The messages of the chosen topics in recorded order. If the recording ends early, everything readable is yielded and
+    """The messages of the chosen topics, as `read` yields them."""
+    return read(bag, topics.chosen())
+
+
+def read(bag: Bag, kinds: dict[str, str]) -> Iterator[BagMessage]:
+    """The messages of the topics in {topic: kind}, in recorded order. If the recording ends early, everything readable is yielded and
     then BagError says after how many messages."""
-    kinds, expected, n = topics.chosen(), bag.count(topics), 0
+    expected, n = sum(bag.topics[topic].count for topic in kinds), 0
     try:
         for reader in list(bag._readers):
             wanted = [c for c in reader.connections if c.topic in kinds]

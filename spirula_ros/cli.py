@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add_from_rgbd(bag)
     add_from_colmap(bag)
     add_synthetic(bag)
+    add_play(bag)
     info = bag.add_parser("info", help="what a recording holds and which topics a replay would use")
     info.add_argument("bag", metavar="BAG")
     add_topics(info)
@@ -263,6 +264,22 @@ def add_from_colmap(commands) -> None:
 def run_from_colmap(args) -> None:
     from .colmap import make_bag
     make_bag(args.folder, args.out, fps=args.fps, storage=args.storage, max_frames=args.max_frames)
+
+
+def add_play(commands) -> None:
+    p = _parser(commands.add_parser, "play", help="send a recording to ROS 2 topics, where `ros2 bag play` is not installed",
+                description="Publishes the images, CameraInfo, poses, paths, TF and clouds of a recording (rosbag2, or a ROS 1 .bag); needs rclpy.")
+    p.add_argument("bag", metavar="BAG")
+    p.add_argument("--rate", metavar="R", type=positive, default=1.0, help="speed (default: 1, as recorded)")
+    p.add_argument("--loop", action="store_true", help="again and again")
+    p.add_argument("--clock", action="store_true", help="publish /clock, for nodes with use_sim_time")
+    p.add_argument("--wait", metavar="S", type=not_negative, default=0.0, help="begin when a node listens to the images, or after S seconds")
+    p.set_defaults(run=run_play)
+
+
+def run_play(args) -> None:
+    from .bag_play import PlayOptions, play
+    play(args.bag, PlayOptions(args.rate, args.loop, args.clock, args.wait))
 
 
 def add_synthetic(commands) -> None:

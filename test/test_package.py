@@ -74,7 +74,7 @@ def test_pip_requirements_are_exactly_what_is_imported():
     from_wheels = {name for name in used if name not in ROSDEP}
     assert names == {PIP.get(name, name) for name in used - from_wheels}
     provided = {name.removeprefix("ros-").removeprefix("kilted-").replace("-", "_") for name in ros}
-    indirect = {"ament_index_python", "builtin_interfaces", "rcl_interfaces", "lifecycle_msgs"}  # rclpy requires these
+    indirect = {"ament_index_python", "builtin_interfaces", "rcl_interfaces", "lifecycle_msgs", "rosgraph_msgs"}  # rclpy requires these
     assert from_wheels - indirect <= provided
 
 

@@ -54,7 +54,7 @@ class DoubleMapper:
             if not self.tick():
                 time.sleep(0.005)
 
-    def refuses(self, stamp_ns, T_world_cam):
+    def refuses(self, *image):
         return False
 
     def submit(self, frame):
