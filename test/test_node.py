@@ -647,3 +647,13 @@ def test_a_map_path_that_cannot_be_written_is_refused_at_the_start(path):
 def test_a_map_path_that_can_be_written_or_none_is_taken(tmp_path):
     check_path("output.map_path", "")
     check_path("output.map_path", str(tmp_path / "map.ply"))
+
+
+def test_the_topics_of_the_lens_and_of_another_depth_camera():
+    from spirula_ros import params
+    from spirula_ros.inputs import inputs_of
+    for values, wanted in (({}, False), ({"topics.depth_info": "d/info"}, True), ({"topics.depth_info": "d/info", "intake.depth": "ignore"}, False),
+                           ({"topics.depth_info": "d/info", "intake.depth_source": "points"}, False)):
+        kinds = {source.kind: source for source in inputs_of(params.split(values)[0])}
+        assert ("depth_info" in kinds) == wanted
+        assert not wanted or (kinds["depth_info"].topic, kinds["depth_info"].parameter) == ("d/info", "topics.depth_info")
