@@ -179,3 +179,13 @@ def test_auto_is_decided_by_the_last_name(topic, word):
     assert resolved(IntakeConfig(), topic).rectified == word
     for given in ("raw", "rectified"):
         assert resolved(IntakeConfig(rectified=given), topic).rectified == given
+
+
+def test_a_replay_decides_by_the_bag_s_topic():
+    from spirula_ros.bags import Topics
+    from spirula_ros.params import split
+    from spirula_ros.replay import intake_config_for
+    from spirula_ros.settings import Settings
+    ros, config = split({})
+    for topics, word in ((Topics(image="/c/image_rect"), "rectified"), (Topics(compressed="/c/image_rect/compressed"), "rectified"), (Topics(image="/c/image_raw"), "raw")):
+        assert intake_config_for(Settings(config, ros, frozenset()), topics).rectified == word

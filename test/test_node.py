@@ -583,3 +583,13 @@ def test_bytes_that_are_no_message_are_counted(rig):
     depth.publish(b"\0\1\0\0" + bytes(9))
     rig.until(lambda: rig.mapper.ledger.counts().dropped.get("bad_message") == 1 and rig.session.intake.states()[1].bad)
     assert rig.session.intake.states()[1].bad == {"bad_message": 1} and "it was cut" in rig.session.intake.last_problem and rig.session.internal_errors == 0
+
+
+def test_the_topics_of_the_lens_and_of_another_depth_camera():
+    from spirula_ros import params
+    from spirula_ros.inputs import inputs_of
+    for values, wanted in (({}, False), ({"topics.depth_info": "d/info"}, True), ({"topics.depth_info": "d/info", "intake.depth": "ignore"}, False),
+                           ({"topics.depth_info": "d/info", "intake.depth_source": "points"}, False)):
+        kinds = {source.kind: source for source in inputs_of(params.split(values)[0])}
+        assert ("depth_info" in kinds) == wanted
+        assert not wanted or (kinds["depth_info"].topic, kinds["depth_info"].parameter) == ("d/info", "topics.depth_info")
