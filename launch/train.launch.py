@@ -53,7 +53,7 @@ PARAMETERS = (  # argument, parameter, type, description
     ("image", "topics.image", str, "colour image topic; CompressedImage when it ends in /compressed"),
     ("image_transport", "topics.image_transport", str, "raw | compressed: compressed appends /compressed to the image topic"),
     ("camera_info", "topics.camera_info", str, "CameraInfo topic of the colour image"),
-    ("depth", "topics.depth", str, "depth image topic, registered to the colour image unless depth_info is given; without depth, points, sensor and config, depth comes from several views"),
+    ("depth", "topics.depth", str, "depth image topic, registered to the colour image unless depth_info is given; without depth, points, sensor, config: from several views"),
     ("depth_info", "topics.depth_info", str, "CameraInfo topic of a depth image that is not registered to the colour image"),
     ("depth_mode", "intake.depth", str, "require | use_if_there | ignore"),
     ("points", "topics.points", str, "PointCloud2 topic of a lidar: depth comes from it"),
@@ -80,7 +80,7 @@ PARAMETERS = (  # argument, parameter, type, description
 IMPLIED = (("points", "intake.depth_source", "points"), ("mask", "intake.mask", "require"))  # argument, parameter, value when the argument is given
 OTHERS = (  # argument, default, type, description
     ("config", "", str, "parameter file, or the name of an installed one (realsense); `spirula params` prints one with every parameter"),
-    ("sensor", "", str, "realsense | zed | oak | orbbec | isaac | lidar_camera: takes the installed configuration of that name; config, then arguments, come on top"),
+    ("sensor", "", str, "realsense | zed | oak | orbbec | isaac | lidar_camera: its installed configuration; config, then arguments, come on top"),
     ("driver", "false", flag, "true: start the driver of the sensor too"),
     ("driver_args", "", str, "more arguments for the driver's launch file: 'camera_model:=zed2i serial_number:=1234'"),
     ("respawn", "false", flag, "true: after a crash the node comes back and goes on from its checkpoint; needs checkpoint"),
@@ -181,7 +181,7 @@ def driver(value: dict) -> GroupAction:
     share = share_of(package, "driver:=true")
     path = share / "launch" / file
     if not path.is_file():
-        raise RuntimeError(f"driver:=true: {path} is not there: this version of {package} is another one than we know; start its driver yourself and leave driver out")
+        raise RuntimeError(f"driver:=true: {path} is not there: this {package} is of another version than we know; start its driver yourself and leave driver out")
     words = [word.partition(":=") for word in value["driver_args"].split()]
     if bad := [name for name, equals, _ in words if not equals]:
         raise RuntimeError(f"driver_args: '{bad[0]}' is not name:=value")
@@ -227,10 +227,11 @@ def rviz(value: dict, parameters: list) -> Node:
 
 def foxglove(value: dict, parameters: list) -> list:
     share_of("foxglove_bridge", "foxglove:=true")
+    layout = share_directory() / "foxglove" / "spirula.json"
+    renamed = f", with /{value['namespace'].strip('/')}/spirula/ in place of /spirula/" if value["namespace"] else ""
     return [Node(package="foxglove_bridge", executable="foxglove_bridge", name="foxglove_bridge", output="screen",
                  parameters=[{"port": value["foxglove_port"], "address": value["foxglove_host"], "use_sim_time": parameters[-1]["use_sim_time"]}]),
-            LogInfo(msg=f"Foxglove: open ws://{value['foxglove_host']}:{value['foxglove_port']} and import the layout {share_directory() / 'foxglove' / 'spirula.json'}"
-                    + (f", with /{value['namespace'].strip('/')}/spirula/ in place of /spirula/" if value["namespace"] else ""))]
+            LogInfo(msg=f"Foxglove: open ws://{value['foxglove_host']}:{value['foxglove_port']} and import the layout {layout}{renamed}")]
 
 
 def start(context):

@@ -203,6 +203,19 @@ def test_autostart_false_waits_to_be_configured(environment, tmp_path):
         assert "listening to" not in launched.end()
 
 
-def test_respawn_does_not_repeat_what_cannot_start(environment):
-    done = launch_file("train", "backend:=cpu", "respawn:=true", "checkpoint:=c.spc", "pose_source:=gps", **environment)
+def test_respawn_does_not_repeat_what_cannot_start(environment, tmp_path):
+    (tmp_path / "own.yaml").write_text("/**: {ros__parameters: {checkpoint: {path: c.spc}}}")   # the checkpoint may stand in the file as well
+    done = launch_file("train", "backend:=cpu", "respawn:=true", "config:=own.yaml", "pose_source:=gps", **environment)
     assert done.stdout.count("process started") == 1 and "gps" in done.stdout, done.stdout
+
+
+def test_rviz_takes_the_map_frame_of_the_sensor(environment, tmp_path):
+    prefix = installed(tmp_path, "rviz2")
+    changed = {**environment, "AMENT_PREFIX_PATH": f"{prefix}:{environment['AMENT_PREFIX_PATH']}"}
+    with Launched(TRAIN.with_name("lidar_camera.launch.py"), ["backend:=cpu", "rviz:=true"], changed, tmp_path / "launch.log") as launched:
+        launched.until("process has finished cleanly")
+        launched.until("listening to")
+        launched.interrupt()
+        launched.end()
+    said = (tmp_path / "called" / "rviz2").read_text()
+    assert " -f odom_lidar " in said and "/spirula/mesh:=" not in said
