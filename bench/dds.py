@@ -46,7 +46,6 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=2, help="of silence and images; silence ends it")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the node, value in JSON")
     parser.add_argument("--malloc", choices=("kept", "plain"), default="kept", help="kept: freed memory is kept as train_node does")
-    parser.add_argument("--switch", type=float, default=0.0, help="ms: sys.setswitchinterval; 0 = Python's 5")
     parser.add_argument("--label", default="", help="goes into the JSON")
     parser.add_argument("--profile", action="store_true", help="also print where T0's time goes (cProfile)")
     parser.add_argument("--out", help="a JSON file; runs are added to those in it")
@@ -198,8 +197,6 @@ class Bench:
         if o.malloc == "kept":
             from spirula_ros.node import keep_freed_memory
             keep_freed_memory()
-        if o.switch:
-            sys.setswitchinterval(o.switch / 1e3)
         rclpy.init()
         parameters = {"intake.depth": "require" if o.depth else "ignore", "engine.threads": o.threads, "engine.max_gaussians": o.gaussians, **({"gate.max_interval_s": 3600.0} if o.path == "known" else {}), "topics.image_transport": "compressed" if o.compressed else "raw",
                       **{name: json.loads(value) for name, value in (item.split("=", 1) for item in o.set)}}
@@ -326,7 +323,7 @@ def main():
     bench = Bench(o)
     try:
         case = {"label": o.label, "size": o.size, "hz": o.hz, "transport": "jpeg" if o.compressed else "rgb8", "depth": o.depth, "path": o.path, "threads": o.threads,
-                "executor": type(bench.executor).__name__, "backend": bench.session.mapper.backend, "set": o.set, "malloc": o.malloc, "switch_ms": o.switch or 5.0, "cores": len(os.sched_getaffinity(0))}
+                "executor": type(bench.executor).__name__, "backend": bench.session.mapper.backend, "set": o.set, "malloc": o.malloc, "cores": len(os.sched_getaffinity(0))}
         result = {**case, **bench.run()}
         print(json.dumps(result, indent=1), flush=True)
     finally:
