@@ -79,6 +79,13 @@ class Actions:
                 self._node.executor.create_task(goal.publish_feedback, feedback)
         return told
 
+    def _go_on(self, goal, done: str) -> None:
+        """Raises Cancelled, with what was done, when the client wants it no more, RuntimeError when the session ends."""
+        if goal.is_cancel_requested:
+            raise Cancelled(done)
+        if self._session.ending:
+            raise RuntimeError(f"the node is ending; {done}")
+
     # ---- the work, on a thread of its own ----
 
     def _refine(self, goal, result: Refine.Result) -> str:
@@ -91,8 +98,7 @@ class Actions:
         def told(share: float, made: int) -> None:
             result.steps, status = made, self._mapper.status()
             tell(Refine.Feedback(share=share, steps=made, steps_per_s=float(status.steps_per_s), loss=float(status.loss)))
-            if goal.is_cancel_requested:
-                raise Cancelled(f"{made} steps were made")
+            self._go_on(goal, f"{made} steps were made")
         result.steps = refine(self._mapper, self._session.command, want.seconds, want.steps, told)
         held_out = self._session.command("evaluate").result()
         result.heldout_psnr = mean_psnr(held_out)
@@ -105,8 +111,7 @@ class Actions:
         check_path("path", path)
 
         def progress(done: int, of: int) -> None:   # on the mapper's thread
-            if goal.is_cancel_requested:
-                raise Cancelled(f"{done} of {of} keyframes were fused; {path} was not touched")
+            self._go_on(goal, f"{done} of {of} keyframes were fused; {path} was not touched")
             tell(ExtractMesh.Feedback(share=done / of, keyframes=done))
         result.vertices, result.triangles = self._session.command("mesh", path, goal.request.voxel_m, progress).result()
         return f"{result.vertices} vertices, {result.triangles} triangles in {path}"

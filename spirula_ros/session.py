@@ -57,7 +57,7 @@ class Session:
         self.images_at_finish, self.inputs, self.active, self._paused_by_us = -1, [], False, False
         self.view: tuple[np.ndarray | None, Camera | None] = (None, None)   # as somebody asked for it; None: that of the newest frames
         self.newest_camera: Camera | None = None   # of the frames that ~/render/* follows
-        self._command_lock, self._ending = threading.Lock(), False
+        self._command_lock, self.ending, self._ended = threading.Lock(), False, False   # ending: long jobs give up; ended: the mapper takes no more commands
         with ExitStack() as stack:   # what was begun is undone in reverse order, now if something fails, else by close()
             self._sessions = Sessions(ros, lambda *words: self.mapper.command(*words), lambda: self.mapper.status(), self.log.warning)
             self.mapper = make_mapper(self.config)
@@ -281,7 +281,7 @@ class Session:
     def command(self, name: str, *args) -> concurrent.futures.Future:
         """The mapper's command, for background threads: once the mapper has stopped it would do the work on that thread."""
         with self._command_lock:
-            if self._ending:
+            if self._ended:
                 raise RuntimeError("the node is ending")
             return self.mapper.command(name, *args)
 
@@ -321,6 +321,7 @@ class Session:
 
     def close(self) -> int:
         """Saves checkpoint and map when checkpoint.path and output.map_path say so, stops the mapper, publishes the last status, frees everything. The exit code."""
+        self.ending = True
         if self.active:
             self.deactivate()
         if self.failed:
@@ -329,7 +330,7 @@ class Session:
         else:
             code = save_files(self.mapper, {"checkpoint": self.config.checkpoint.path, "map": self.ros.output.map_path}, self.log)
         with self._command_lock:
-            self._ending = True
+            self._ended = True
         self.mapper.stop()
         self.outputs.publish_status("\n".join(filter(None, (self._resume_hint, self.hint))), self.internal_error)
         self.outputs.status.wait_for_all_acked(Duration(seconds=1))

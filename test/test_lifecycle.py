@@ -1,5 +1,6 @@
 """The transitions of the node, with real services, and with the real engine where memory is freed."""
 import os
+import time
 
 import conftest
 import pytest
@@ -14,6 +15,7 @@ from fake_mapper import FakeMapper
 from node_rig import LATCHED, Rig
 from spirula_gpu.mapper import Mapper
 from spirula_gpu.native import NativeError
+from spirula_ros.action import ExtractMesh, Refine
 from spirula_ros.msg import MapStatus
 
 SMALL = {"engine.backend": "cpu", "engine.threads": 1, "gate.min_translation_m": 0.0, "gate.min_rotation_deg": 0.0, "gate.min_sharpness": 0.0}
@@ -153,3 +155,22 @@ def test_shutdown_ends_the_process_and_saves(make_rig):
 def test_a_bad_start_raises_from_the_constructor():
     with pytest.raises(ValueError, match="output.map_path"):
         Rig(FakeMapper, **{"output.map_path": "not/there/map.ply"})
+
+
+@pytest.mark.parametrize("kind, goal, name", [(Refine, Refine.Goal(seconds=600.0), "refine"), (ExtractMesh, ExtractMesh.Goal(path="mesh.ply", voxel_m=0.05), "extract_mesh")])
+def test_cleanup_ends_what_an_action_was_doing(make_rig, kind, goal, name, monkeypatch):
+    """The client gets its answer, or the server is gone; the executor, which raises what a task raises, goes on."""
+    rig = make_rig(Mapper, **SMALL, **{"mesh.voxel_m": 0.1})
+    rig.connected()
+    mapper = rig.node.session.mapper
+    frames_until(rig, lambda: mapper.status().keyframes >= 2)
+    fuse = mapper._output._fuse
+    monkeypatch.setattr(mapper._output, "_fuse", lambda *args: (time.sleep(0.5), fuse(*args)))
+    handle = rig.act(kind, name, goal)
+    assert handle.accepted
+    began = time.monotonic()
+    assert change(rig, Transition.TRANSITION_DEACTIVATE) and change(rig, Transition.TRANSITION_CLEANUP)
+    rig.spin(1.0)
+    assert time.monotonic() - began < 6 and not os.path.exists("mesh.ply") and state(rig) == State.PRIMARY_STATE_UNCONFIGURED
+    assert change(rig, Transition.TRANSITION_CONFIGURE) and change(rig, Transition.TRANSITION_ACTIVATE)
+    assert rig.act(Refine, "refine", Refine.Goal(steps=1)).accepted, "the next session has its own"
