@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import rclpy
 from rcl_interfaces.msg import SetParametersResult
@@ -29,6 +30,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUCCESS, FAILURE = TransitionCallbackReturn.SUCCESS, TransitionCallbackReturn.FAILURE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3              # malloc.h
 LARGEST_BLOCK, KEPT_BYTES = 32 << 20, 128 << 20          # the first is the most that glibc allows
+END_ACTIONS_S = 3.0
 USAGE = """train_node: images and poses in, a map of Gaussians out, until Ctrl-C.
 
     train_node --ros-args -p topics.image:=/camera/color/image_raw -p topics.camera_info:=/camera/color/camera_info ...
@@ -123,6 +125,14 @@ class TrainNode(LifecycleNode):
     def failed(self) -> bool:
         return self.session is not None and self.session.failed
 
+    def end_actions(self, executor) -> None:
+        """Aborts what actions do, and gives their clients the time to hear of it."""
+        if self.session and not self.session.failed:
+            self.session.epoch += 1
+            deadline = time.monotonic() + END_ACTIONS_S
+            while self.session.actions.busy and time.monotonic() < deadline:
+                executor.spin_once(timeout_sec=0.05)
+
     def close(self) -> int:
         """Ends the session as cleanup does, and the node. The exit code."""
         self._end_session()
@@ -156,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         while not stop.is_set() and not (node.ended or node.failed) and parent in (None, str(os.getppid())):
             executor.spin_once(timeout_sec=0.1)
+        node.end_actions(executor)
     finally:  # whatever ended it: the map is saved
         try:
             code = node.close()

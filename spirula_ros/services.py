@@ -78,6 +78,10 @@ class Services:
         return said
 
     async def _pause(self, request, response):
+        if not self._session.active and not request.data:
+            response.success, response.message = False, f"the node is inactive and does not train: ros2 lifecycle set {self._node.get_fully_qualified_name()} activate"
+            return response
+        self._session.paused_by_us = False   # whoever pauses an inactive node finds it paused afterwards
         return await self._answer(response, lambda: self._mapper.command("pause", request.data), lambda _: "paused" if request.data else "running")
 
     async def _finish(self, request, response):
@@ -135,10 +139,16 @@ class Services:
         return header(self._node.get_clock().now().nanoseconds, VIEW_FRAME)
 
 
+MAX_PIXELS = 1 << 23   # of a view that somebody asks for: 3840x2160 fits; rendering one takes some 100 bytes a pixel
+
+
 def camera_of(info) -> Camera | None:
     """The pinhole of a CameraInfo, None when its width is 0. Raises BadMessage."""
     if not info.width:
         return None
+    if info.width * info.height > MAX_PIXELS:
+        raise BadMessage("bad_image_size", f"the camera has {info.width}x{info.height} = {info.width * info.height:,} pixels, at most {MAX_PIXELS:,} are rendered: ask for a smaller "
+                                           "picture, or for several with other k")
     if np.any(info.d):
         raise BadMessage("unsupported_distortion", f"the camera has D = {list(info.d)}: views are rendered without distortion, so d must be zero")
     return camera_from_info(info)

@@ -54,10 +54,10 @@ class Session:
         self.hint, self._resume_hint, self._twins, self._twins_at = "", "", "", 0.0
         self._limit, self.limits_told = ("", 0.0), set()  # what limits the map, without its numbers, since when; what was said of that
         self.first_at, self._explained_at = None, 0.0
-        self.images_at_finish, self.inputs, self.active, self._paused_by_us = -1, [], False, False
+        self.images_at_finish, self.inputs, self.active, self.paused_by_us = -1, [], False, False
         self.view: tuple[np.ndarray | None, Camera | None] = (None, None)   # as somebody asked for it; None: that of the newest frames
         self.newest_camera: Camera | None = None   # of the frames that ~/render/* follows
-        self._command_lock, self.ending, self._ended = threading.Lock(), False, False   # ending: long jobs give up; ended: the mapper takes no more commands
+        self._command_lock, self.epoch, self._ended = threading.Lock(), 0, False   # epoch: long jobs of an older one give up; ended: the mapper takes no more commands
         with ExitStack() as stack:   # what was begun is undone in reverse order, now if something fails, else by close()
             self._sessions = Sessions(ros, lambda *words: self.mapper.command(*words), lambda: self.mapper.status(), self.log.warning)
             self.mapper = make_mapper(self.config)
@@ -82,7 +82,7 @@ class Session:
         stack.callback(self.background.shutdown, wait=False, cancel_futures=True)
         self.outputs = Outputs(self, stack)
         Services(self, stack)
-        Actions(self, stack)
+        self.actions = Actions(self, stack)
         self.diagnostics = Diagnostics(self, stack)
         self.web = self._open_viewer(stack) if self.ros.web.enabled else None
         tick = self.safely("the timer", self._tick)
@@ -107,20 +107,21 @@ class Session:
         if unused := unused_overrides(self.node):
             self.log.warning(f"{', '.join(unused)}: without effect; the topics are {', '.join(source.topic for source in inputs)} (qos_overrides.<topic>"
                              ".subscription.<history | depth | reliability | durability>)")
-        if self._paused_by_us:
+        if self.paused_by_us:
             self.mapper.command("pause", False)
-        self.active, self._paused_by_us, self.hint = True, False, ""
+        self.active, self.paused_by_us, self.hint = True, False, ""
         self._silence.expected(time.monotonic())
         self.log.info("listening to " + ", ".join(source.topic for source in inputs))
 
     def deactivate(self) -> None:
-        """Hears nothing more and trains no more; the map stays, and so do outputs and services."""
+        """Hears nothing more and trains no more, and actions that run are aborted; the map stays, and so do outputs and services."""
+        self.epoch += 1
         self.safely("the images that wait", self.intake.flush)()   # whatever happens, the map must be saved afterwards
         for subscription in self._subscriptions:
             self.node.destroy_subscription(subscription)
         self.active, self.inputs, self.hint = False, [], ""
         if self.mapper.status().state != "paused":
-            self._paused_by_us = True
+            self.paused_by_us = True
             self.mapper.command("pause", True)
 
     def _with_source(self, ros: RosConfig, config: Config) -> Config:
@@ -321,7 +322,7 @@ class Session:
 
     def close(self) -> int:
         """Saves checkpoint and map when checkpoint.path and output.map_path say so, stops the mapper, publishes the last status, frees everything. The exit code."""
-        self.ending = True
+        self.epoch += 1
         if self.active:
             self.deactivate()
         if self.failed:

@@ -226,3 +226,16 @@ def test_splats_as_clouds_only_when_someone_listens(mapped):
     assert [f.name for f in points[-1].fields] == ["x", "y", "z", "rgb"] and raw[:, 12:15].std() > 10 and not raw[:, 15].any()
     mapped.mapper.command("reset").result(10)
     mapped.until(lambda: splats[-1].width == 0 and points[-1].width == 0)
+
+
+def test_a_view_that_takes_gigabytes_is_refused(mapped):
+    huge = camera_info_msg(Camera(20000, 20000, 9000.0, 9000.0, 10000.0, 10000.0), header(0, ""))
+    for kind, name in ((RenderView, "render_view"), (SetView, "set_view")):
+        answer = mapped.call(kind, name, kind.Request(pose=pose(), camera=huge))
+        assert not answer.success and "400,000,000 pixels, at most 8,388,608" in answer.message
+
+
+def test_a_mesh_of_a_paused_map(mapped):
+    mapped.call(SetBool, "pause", SetBool.Request(data=True))
+    status, result = mapped.outcome(mapped.act(ExtractMesh, "extract_mesh", ExtractMesh.Goal(path="mesh.ply")))
+    assert status == GoalStatus.STATUS_SUCCEEDED and result.triangles > 0, result.message

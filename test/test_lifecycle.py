@@ -7,9 +7,11 @@ import pytest
 
 rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
 conftest.importorskip("spirula_ros.msg", "build the messages: make develop")
+from action_msgs.msg import GoalStatus
 from lifecycle_msgs.msg import State, Transition
 from lifecycle_msgs.srv import ChangeState, GetState
 from rclpy.parameter import Parameter
+from std_srvs.srv import SetBool
 
 from fake_mapper import FakeMapper
 from node_rig import LATCHED, Rig
@@ -174,3 +176,17 @@ def test_cleanup_ends_what_an_action_was_doing(make_rig, kind, goal, name, monke
     assert time.monotonic() - began < 6 and not os.path.exists("mesh.ply") and state(rig) == State.PRIMARY_STATE_UNCONFIGURED
     assert change(rig, Transition.TRANSITION_CONFIGURE) and change(rig, Transition.TRANSITION_ACTIVATE)
     assert rig.act(Refine, "refine", Refine.Goal(steps=1)).accepted, "the next session has its own"
+
+
+def test_deactivate_aborts_an_action_and_its_client_hears_why(make_rig):
+    rig = make_rig(Mapper, **SMALL)
+    rig.connected()
+    frames_until(rig, lambda: rig.node.session.mapper.status().keyframes >= 2)
+    handle = rig.act(Refine, "refine", Refine.Goal(seconds=600.0))
+    asked = handle.get_result_async()
+    rig.spin(0.3)
+    assert change(rig, Transition.TRANSITION_DEACTIVATE)
+    rig.until(asked.done, 10)
+    assert asked.result().status == GoalStatus.STATUS_ABORTED and "the node was deactivated" in asked.result().result.message
+    answer = rig.call(SetBool, "pause", SetBool.Request(data=False))
+    assert not answer.success and "inactive" in answer.message and "activate" in answer.message
