@@ -664,9 +664,10 @@ class Mapper:
 
     def _do_reset(self, lap: int | None = None) -> None:
         """Begin anew; lap: frames of that lap (as they were submitted), which may wait already, are of the new map."""
-        old, paused = self._engine, self._state == "paused"
+        old, paused, view = self._engine, self._state == "paused", self._view
         self._end_refining(RuntimeError("the map was reset"))
         self._begin_map()
+        self._view = view
         old.close()
         with self._submitting:
             self._gate.clear()

@@ -53,7 +53,7 @@ class Player:
     def __init__(self, bag: bags.Bag, kinds: dict[str, str], options: PlayOptions):
         import rclpy
         from rosgraph_msgs.msg import Clock
-        self._bag, self._kinds, self._options, self.sent = bag, kinds, options, 0
+        self._bag, self._kinds, self._options, self.sent, self._told = bag, kinds, options, 0, 0.0
         self._node = rclpy.create_node("spirula_bag_player")
         self._publishers = {topic: self._node.create_publisher(message_class(bag.topics[topic].type), topic, qos_of(kind)) for topic, kind in kinds.items()}
         self._clock = self._node.create_publisher(Clock, "/clock", 10) if options.clock else None
@@ -84,11 +84,14 @@ class Player:
                     self._tell(message.recv_ns - round(max(0.0, due - time.monotonic()) * rate * 1e9))
                 self._publishers[message.topic].publish(message.raw)
                 self.sent += 1
+                if time.monotonic() - self._told >= CLOCK_PERIOD_S:   # also when there is no time to wait
+                    self._tell(message.recv_ns)
         except bags.BagError as error:
             return str(error)
         return ""
 
     def _tell(self, now_ns: int) -> None:
+        self._told = time.monotonic()
         if self._clock is not None:
             message = self._clock.msg_type()
             message.clock.sec, message.clock.nanosec = divmod(now_ns, 1_000_000_000)

@@ -175,11 +175,14 @@ class Depths(Paired):
 
     def read(self, found: tuple[int, Any], image: WaitingImage, lens: Rectifier, T_world_cam: np.ndarray) -> np.ndarray:
         """depth_m [H,W] float32 of lens.camera. Raises NotYet (the CameraInfo or the transform of another camera is missing), BadMessage."""
-        depth_m, (height, width) = depth_to_m(found[1], self.config.depth_unit_m), image.rgb.shape[:2]
+        (height, width) = image.rgb.shape[:2]
         if self.lens:
-            own = self.lens.at(found[0], depth_m.shape[::-1])
+            self.lens.at(found[0], None)   # what may still come is looked for before anything is decoded, which would be done again at each try
             T = self._poses.to_camera(found[1].header.frame_id.lstrip("/"), found[0], image, T_world_cam)
+            depth_m = depth_to_m(found[1], self.config.depth_unit_m)
+            own = self.lens.at(found[0], depth_m.shape[::-1])
             return register_depth(own.nearest(depth_m), own.camera, lens.camera, T)
+        depth_m = depth_to_m(found[1], self.config.depth_unit_m)
         if depth_m.shape != (height, width):
             raise BadMessage("depth_size_mismatch", f"depth is {depth_m.shape[1]}x{depth_m.shape[0]}, the image {width}x{height}; use depth registered to the colour camera "
                                                     "(aligned_depth_to_color, depth_image_proc/register), or set topics.depth_info to the CameraInfo of the depth camera")

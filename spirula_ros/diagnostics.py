@@ -27,7 +27,7 @@ class Diagnostics:
     """On the node of a Session. A status is WARN for a while after something went wrong: what was dropped since the last message."""
 
     def __init__(self, session, stack: ExitStack):
-        self._session, self._node, self._due, self._seen = session, session.node, 0.0, Counter()
+        self._session, self._node, self._due, self._seen = session, session.node, 0.0, all_bad(session)   # what a resumed run has dropped is not new
         self._publisher = self._node.create_publisher(DiagnosticArray, "/diagnostics", 10)
         stack.callback(self._node.destroy_publisher, self._publisher)
 
@@ -76,7 +76,7 @@ def topic_report(session, source, new: Counter) -> Report:
     silent = state.age_s > session.ros.watch.silence_s and source.kind != "tf_static"
     bad = {reason: n for (kind, reason), n in new.items() if kind == state.kind + state.camera}
     if not state.count or silent:
-        optional = source.kind in ("path", "tf_static", "info", "depth_info") or (source.kind in ("depth", "mask") and getattr(session.ros.intake, source.kind) == "use_if_there")
+        optional = (source.kind == "tf" and session.ros.intake.pose_source != "tf") or source.kind in ("path", "tf_static", "info", "depth_info") or (source.kind in ("depth", "mask") and getattr(session.ros.intake, source.kind) == "use_if_there")
         level, message = (WARN if optional else ERROR), f"{'nothing for ' + format(state.age_s, '.0f') + ' s' if state.count else 'nothing yet'}: {describe_publishers(session.node, session.inputs, source)}"
         level = OK if state.count and source.kind in ("info", "depth_info") else level   # latched once is enough
     elif bad:

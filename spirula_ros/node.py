@@ -77,7 +77,12 @@ class TrainNode(LifecycleNode):
         return self._transition("deactivate", lambda: self.session.deactivate())
 
     def on_cleanup(self, state) -> TransitionCallbackReturn:
-        return self._transition("clean up", self._end_session)
+        return self._transition("clean up", self._clean_up)
+
+    def _clean_up(self) -> None:
+        if n := self.session.services.answering:   # an answer cannot be sent by a service that is gone
+            raise ValueError(f"{n} service call(s) are not answered yet; try again when they are")
+        self._end_session()
 
     def on_shutdown(self, state) -> TransitionCallbackReturn:
         """The process ends."""

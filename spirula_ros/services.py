@@ -27,7 +27,7 @@ class Services:
     """save_map, load_map, reset, pause, finish, set_view, render_view, and the topic ~/view, on the node of a Session."""
 
     def __init__(self, session, stack: ExitStack):
-        self._session, self._node, self._mapper = session, session.node, session.mapper
+        self._session, self._node, self._mapper, self.answering = session, session.node, session.mapper, 0
         # reentrant: a handler that awaits would keep a mutually exclusive group, and with it every topic, locked
         group = ReentrantCallbackGroup()
         for kind, name, handler in ((SaveMap, "save_map", self._save_map), (LoadMap, "load_map", self._load_map), (Trigger, "reset", self._reset),
@@ -39,7 +39,8 @@ class Services:
         stack.callback(self._node.destroy_subscription, view)
 
     async def _answer(self, response, ask: Callable[[], Any], text: Callable[[Any], str]):
-        """Fills success and message of a service response from the concurrent.futures.Future of ask(); text: result -> message."""
+        """While it waits, `answering` counts it. Fills success and message of a service response from the concurrent.futures.Future of ask(); text: result -> message."""
+        self.answering += 1
         try:
             if self._session.failed:
                 raise RuntimeError(self._mapper.status().last_error)
@@ -49,6 +50,8 @@ class Services:
             response.success, response.message = False, e.text
         except Exception as e:
             response.success, response.message = False, said(e)
+        finally:
+            self.answering -= 1
         if not response.success:
             self._session.log.error(response.message)
         return response

@@ -55,6 +55,7 @@ class Session:
         self._limit, self.limits_told = ("", 0.0), set()  # what limits the map, without its numbers, since when; what was said of that
         self.first_at, self._explained_at = None, 0.0
         self.images_at_finish, self.inputs, self.active, self.paused_by_us = -1, [], False, False
+        self._subscriptions, self._resuming = [], None
         self.view: tuple[np.ndarray | None, Camera | None] = (None, None)   # as somebody asked for it; None: that of the newest frames
         self.newest_camera: Camera | None = None   # of the frames that ~/render/* follows
         self._command_lock, self.epoch, self._ended = threading.Lock(), 0, False   # epoch: long jobs of an older one give up; ended: the mapper takes no more commands
@@ -81,7 +82,7 @@ class Session:
         self.background = concurrent.futures.ThreadPoolExecutor(1, "finish")
         stack.callback(self.background.shutdown, wait=False, cancel_futures=True)
         self.outputs = Outputs(self, stack)
-        Services(self, stack)
+        self.services = Services(self, stack)
         self.actions = Actions(self, stack)
         self.diagnostics = Diagnostics(self, stack)
         self.web = self._open_viewer(stack) if self.ros.web.enabled else None
@@ -98,17 +99,21 @@ class Session:
         for source in inputs:
             source.topic = self.node.resolve_topic_name(source.topic)
         check_distinct(inputs)
-        self.inputs, self._subscriptions = inputs, []
-        for source in inputs:
-            events = SubscriptionEventCallbacks(
-                incompatible_qos=self.safely(f"the QoS of {source.topic}", lambda info, s=source: self._incompatible(s, info)),
-                message_lost=self.safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
-            self._subscriptions.append(subscribe(self.node, source, self._receiver(source), events))
+        try:
+            for source in inputs:
+                events = SubscriptionEventCallbacks(
+                    incompatible_qos=self.safely(f"the QoS of {source.topic}", lambda info, s=source: self._incompatible(s, info)),
+                    message_lost=self.safely(f"the losses of {source.topic}", lambda info, s=source: self._lost(s, info)))
+                self._subscriptions.append(subscribe(self.node, source, self._receiver(source), events))
+        except Exception:
+            self._unsubscribe()
+            raise
+        self.inputs = inputs
         if unused := unused_overrides(self.node):
             self.log.warning(f"{', '.join(unused)}: without effect; the topics are {', '.join(source.topic for source in inputs)} (qos_overrides.<topic>"
                              ".subscription.<history | depth | reliability | durability>)")
         if self.paused_by_us:
-            self.mapper.command("pause", False)
+            self._resuming = self.mapper.command("pause", False)
         self.active, self.paused_by_us, self.hint = True, False, ""
         self._silence.expected(time.monotonic())
         self.log.info("listening to " + ", ".join(source.topic for source in inputs))
@@ -117,12 +122,14 @@ class Session:
         """Hears nothing more and trains no more, and actions that run are aborted; the map stays, and so do outputs and services."""
         self.epoch += 1
         self.safely("the images that wait", self.intake.flush)()   # whatever happens, the map must be saved afterwards
-        for subscription in self._subscriptions:
-            self.node.destroy_subscription(subscription)
+        self._unsubscribe()
         self.active, self.inputs, self.hint = False, [], ""
-        if self.mapper.status().state != "paused":
-            self.paused_by_us = True
-            self.mapper.command("pause", True)
+        self.paused_by_us = self.mapper.status().state != "paused" or not (self._resuming is None or self._resuming.done())
+        self.mapper.command("pause", True)
+
+    def _unsubscribe(self) -> None:
+        while self._subscriptions:
+            self.node.destroy_subscription(self._subscriptions.pop())
 
     def _with_source(self, ros: RosConfig, config: Config) -> Config:
         """The engine's configuration with checkpoint.source: a player names the recording, otherwise it is the topics."""
@@ -325,15 +332,17 @@ class Session:
         self.epoch += 1
         if self.active:
             self.deactivate()
-        if self.failed:
-            self.log.fatal(f"the mapper failed: {self.mapper.status().last_error}")
-            code = 1
-        else:
-            code = save_files(self.mapper, {"checkpoint": self.config.checkpoint.path, "map": self.ros.output.map_path}, self.log)
-        with self._command_lock:
-            self._ended = True
-        self.mapper.stop()
-        self.outputs.publish_status("\n".join(filter(None, (self._resume_hint, self.hint))), self.internal_error)
-        self.outputs.status.wait_for_all_acked(Duration(seconds=1))
-        self._undo.close()
+        try:
+            if self.failed:
+                self.log.fatal(f"the mapper failed: {self.mapper.status().last_error}")
+                code = 1
+            else:
+                code = save_files(self.mapper, {"checkpoint": self.config.checkpoint.path, "map": self.ros.output.map_path}, self.log)
+            with self._command_lock:
+                self._ended = True
+            self.mapper.stop()
+            self.outputs.publish_status("\n".join(filter(None, (self._resume_hint, self.hint))), self.internal_error)
+            self.outputs.status.wait_for_all_acked(Duration(seconds=1))
+        finally:
+            self._undo.close()
         return code

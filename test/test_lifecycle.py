@@ -3,6 +3,7 @@ import os
 import time
 
 import conftest
+import numpy as np
 import pytest
 
 rclpy = conftest.importorskip("rclpy", "source a ROS 2 installation for this Python, or pip install 'spirula_ros[ros]'")
@@ -19,6 +20,7 @@ from spirula_gpu.mapper import Mapper
 from spirula_gpu.native import NativeError
 from spirula_ros.action import ExtractMesh, Refine
 from spirula_ros.msg import MapStatus
+from spirula_ros.srv import SaveMap
 
 SMALL = {"engine.backend": "cpu", "engine.threads": 1, "gate.min_translation_m": 0.0, "gate.min_rotation_deg": 0.0, "gate.min_sharpness": 0.0}
 
@@ -190,3 +192,33 @@ def test_deactivate_aborts_an_action_and_its_client_hears_why(make_rig):
     assert asked.result().status == GoalStatus.STATUS_ABORTED and "the node was deactivated" in asked.result().result.message
     answer = rig.call(SetBool, "pause", SetBool.Request(data=False))
     assert not answer.success and "inactive" in answer.message and "activate" in answer.message
+
+
+def test_cleanup_waits_for_services_that_still_have_to_answer(make_rig):
+    rig = make_rig()
+    rig.connected().send_frame()
+    rig.until(lambda: rig.mapper.frames)
+    rig.mapper.busy_s = 1.0
+    client = rig.robot.create_client(SaveMap, "spirula/save_map")
+    rig.until(client.service_is_ready)
+    future = client.call_async(SaveMap.Request(path="map.ply"))
+    rig.until(lambda: rig.session.services.answering == 1)
+    assert change(rig, Transition.TRANSITION_DEACTIVATE) and not change(rig, Transition.TRANSITION_CLEANUP)
+    assert "1 service call(s)" in str(rig.node._why)
+    rig.until(future.done)
+    assert future.result().success and change(rig, Transition.TRANSITION_CLEANUP)
+
+
+def test_a_failed_activation_leaves_no_subscription(make_rig):
+    rig = make_rig(**{"lifecycle.autostart": False, "qos_overrides./wrong.subscription.depth": 1})
+    topic = f"{rig.namespace}/depth"
+    assert change(rig, Transition.TRANSITION_CONFIGURE)
+    rig.node.declare_parameter(f"qos_overrides.{topic}.subscription.reliability", "perhaps")
+    assert not change(rig, Transition.TRANSITION_ACTIVATE) and state(rig) == State.PRIMARY_STATE_INACTIVE and not heard(rig), rig.node._why
+
+
+def test_a_view_survives_a_reset(make_rig):
+    rig = make_rig(Mapper, **SMALL)
+    rig.session.show(np.eye(4), None)
+    rig.mapper.command("reset").result(10)
+    assert (rig.mapper._view[0] == np.eye(4)).all()
