@@ -112,7 +112,7 @@ class Mapper:
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._status, self._vram = Latest(), Latest()
         self._thread: threading.Thread | None = None
-        self._stopping, self._revision = False, 0
+        self._stopping, self._revision, self._maps = False, 0, 0
         self.world_frame = ""                     # T0 may say: the name of the map's frame, for the checkpoint
         self.resumed: Resumed | None = None
         self._first_lap = 0                       # of the frames that come, lap 0: what was resumed may have had some before
@@ -496,7 +496,7 @@ class Mapper:
         for a in images:
             a.flags.writeable = False
         self._revision += 1
-        return Snapshot(self._revision, newest.stamp_ns, camera, T_world_cam, *images, self.status(), self.vram(), self._output.mesh())
+        return Snapshot(self._revision, newest.stamp_ns, camera, T_world_cam, *images, self.status(), self.vram(), self._output.mesh(), self._maps)
 
     def _tell(self) -> None:
         """Publish status and memory to the other threads."""
@@ -667,7 +667,7 @@ class Mapper:
         old, paused, view = self._engine, self._state == "paused", self._view
         self._end_refining(RuntimeError("the map was reset"))
         self._begin_map()
-        self._view = view
+        self._view, self._maps = view, self._maps + 1
         old.close()
         with self._submitting:
             self._gate.clear()

@@ -120,6 +120,7 @@ class Snapshot:
     status: Status
     vram: VramReport
     mesh: tuple[MeshChunk, ...] = ()   # every chunk; one that did not change is the same object as in the snapshot before
+    map: int = 0                # how many maps there were before this one: a reset begins another
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,14 @@ class MeshMarkers:
     """The chunks that listeners should hold, and those that still have to be sent to them."""
 
     def __init__(self, ns: str = "mesh"):
-        self._ns, self._chunks, self._ids, self._dirty, self._wipe = ns, {}, {}, {}, False
+        self._ns, self._chunks, self._ids, self._dirty, self._wipe, self._map = ns, {}, {}, {}, False, None
 
-    def update(self, chunks: Iterable[MeshChunk]) -> None:
-        """Takes chunks that may have changed; one that is held already costs nothing, an empty one is deleted."""
+    def update(self, chunks: Iterable[MeshChunk], map: int | None = 0) -> None:
+        """Takes chunks that may have changed; one that is held already costs nothing, an empty one is deleted. map: Snapshot.map; another one, or none, and
+        listeners drop everything."""
+        if self._map not in (None, map):
+            self.clear()
+        self._map = map
         for chunk in chunks:
             if self._chunks.get(chunk.key) is chunk or (not len(chunk.triangles) and chunk.key not in self._chunks):
                 continue

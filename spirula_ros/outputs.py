@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import Iterable
 
 from nav_msgs.msg import Path
 from rclpy._rclpy_pybind11 import RCLError
@@ -13,7 +12,7 @@ from sensor_msgs.msg import CameraInfo, Image, PointCloud2
 from visualization_msgs.msg import MarkerArray
 
 from spirula_gpu.mapper import Wants
-from spirula_gpu.report import MeshChunk
+from spirula_gpu.report import Snapshot
 from spirula_gpu.splats import most_visible
 
 from .markers import MeshMarkers
@@ -85,7 +84,7 @@ class Outputs:
             self._publish_render(snapshot)
         self._publish_path()
         self._publish_splats(config, now)
-        self._publish_mesh(() if snapshot is None else snapshot.mesh, config, now)  # without a map listeners still have to drop the last one
+        self._publish_mesh(snapshot, config, now)
 
     def publish_status(self, hint: str, internal_error: str) -> None:
         status = self._mapper.status()
@@ -124,8 +123,8 @@ class Outputs:
             self._clouds[publisher] = shown
             self._send(publisher, cloud_msg(fields(splats), head))
 
-    def _publish_mesh(self, chunks: Iterable[MeshChunk], config: PublishConfig, now: float) -> None:
-        self.mesh.update(chunks)
+    def _publish_mesh(self, snapshot: Snapshot | None, config: PublishConfig, now: float) -> None:
+        self.mesh.update(*((), None) if snapshot is None else (snapshot.mesh, snapshot.map))
         listeners = self.mesh_listeners()
         if listeners > self._mesh_count:  # the history behind a latched topic is too short for a whole mesh
             self.mesh.resend()

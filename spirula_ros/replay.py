@@ -27,8 +27,8 @@ from .progress import Progress, StopRequest
 from .report import check_out, prepare_folder, remove_results, write_report
 from .resume import REMEDY, bag_source, describe, far_from_map, intake_for, refuse_other_source
 from .rig import cameras_of
-from .sessions import Sessions
 from .settings import Settings
+from .time_jump import TimeJump
 
 SLICE_S, SLICE_STEPS = 0.5, 20  # refinement is done in pieces this large, between which the user may interrupt
 IMAGE_KINDS = ("image", "compressed")
@@ -111,7 +111,7 @@ class Run:
         self.driver = Lossless(mapper, stop) if options.rate is None else Live(mapper, stop)
         self.intake = Intake(intake_for(mapper.resumed, intake_config_for(settings, topics)), mapper.ledger, self._take, settings.config.eval.holdout_every,
                              clock=None if options.rate is None else time.monotonic, correct=self._correct if topics.path else None,
-                             cameras=cameras_of(settings.ros) if topics.rig else ("",), restarted=sessions_of(settings, mapper).restarted,
+                             cameras=cameras_of(settings.ros) if topics.rig else ("",), restarted=time_jump_of(settings, mapper).restarted,
                              refuses=self.driver.refuses)
         self.problem, self.stopped_early, self.images_sent = "", "", 0
         self._begun = False
@@ -251,10 +251,10 @@ def intake_config_for(settings: Settings, topics: bags.Topics) -> IntakeConfig:
     return resolved(config, topics.image or topics.compressed)
 
 
-def sessions_of(settings: Settings, mapper: Any) -> Sessions:
+def time_jump_of(settings: Settings, mapper: Any) -> TimeJump:
     """Raises InputError."""
     try:
-        return Sessions(settings.ros, mapper.command, mapper.status, lambda text: print(text, file=sys.stderr))
+        return TimeJump(settings.ros, mapper.command, mapper.status, lambda text: print(text, file=sys.stderr))
     except ValueError as error:
         raise InputError(str(error)) from None
 

@@ -75,8 +75,7 @@ class Services:
         return await self._answer(response, lambda: self._mapper.command("reset"), lambda _: self._emptied("the map is empty"))
 
     def _emptied(self, said: str) -> str:
-        """Listeners drop what was of the map before."""
-        self._session.outputs.mesh.clear()
+        """What limited the map before is said again when it limits the next one."""
         self._session.limits_told.clear()
         return said
 

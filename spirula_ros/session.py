@@ -26,8 +26,8 @@ from spirula_gpu.ply import check_path
 
 from .actions import Actions
 from .diagnostics import Diagnostics
-from .finish import save_files
 from .errors import BadMessage
+from .finish import save_files
 from .inputs import Input, check_distinct, inputs_of, subscribe, unused_overrides
 from .intake import Intake
 from .lens import resolved
@@ -36,7 +36,7 @@ from .params import RosConfig
 from .resume import describe, far_from_map, intake_for, live_source, other_source
 from .rig import cameras_of
 from .services import Services
-from .sessions import Sessions
+from .time_jump import TimeJump
 from .watch import LOST_HINT, Silence, describe_publishers, explain, policy_name, twins
 
 TICK_S = 0.02  # how often the intake is polled and the outputs are looked at
@@ -60,7 +60,7 @@ class Session:
         self.newest_camera: Camera | None = None   # of the frames that ~/render/* follows
         self._command_lock, self.epoch, self._ended = threading.Lock(), 0, False   # epoch: long jobs of an older one give up; ended: the mapper takes no more commands
         with ExitStack() as stack:   # what was begun is undone in reverse order, now if something fails, else by close()
-            self._sessions = Sessions(ros, lambda *words: self.mapper.command(*words), lambda: self.mapper.status(), self.log.warning)
+            self._time_jump = TimeJump(ros, lambda *words: self.mapper.command(*words), lambda: self.mapper.status(), self.log.warning)
             self.mapper = make_mapper(self.config)
             stack.callback(self.mapper.close)
             self._begin(stack)
@@ -205,9 +205,7 @@ class Session:
 
     def _restarted(self, lap: int) -> None:
         """The stamps of images have jumped back."""
-        self._sessions.restarted(lap)
-        if self.ros.intake.map_on_time_jump != "keep":
-            self.outputs.mesh.clear()
+        self._time_jump.restarted(lap)
 
     def _corrected(self, done) -> None:
         if done.exception() is not None:

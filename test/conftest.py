@@ -123,3 +123,12 @@ def launch_env() -> dict[str, str]:
 def ros_domain() -> int:
     """A ROS domain of this test run's own (pytest-xdist workers included), so that it hears no other ROS processes."""
     return 1 + os.getpid() % 100
+
+
+@pytest.fixture(scope="module")
+def ros(ros_domain) -> int:
+    """rclpy in a domain of this test run's own, for the tests of a module; the domain."""
+    import rclpy
+    rclpy.init(domain_id=ros_domain)
+    yield ros_domain
+    rclpy.try_shutdown()

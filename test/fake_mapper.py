@@ -62,6 +62,8 @@ class FakeMapper:
             if name in ("save_map", "save_poses", "mesh"):
                 with open(args[0], "w") as file:
                     file.write("ply\n")
+            if name == "reset":
+                self.latest.set(None)
             if name == "configure":
                 self.config = replaced(self.config, args[0])
             future.set_result({"evaluate": [], "save_map": WRITTEN, "correct": Corrected(3, 2, 500), "refine": 10}.get(name))

@@ -23,7 +23,7 @@ LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability
 
 class Rig:
     """A TrainNode, a robot that publishes to it, and one executor for both. Each rig has its own namespace."""
-    count, domain = 0, 0
+    count = 0
 
     def __init__(self, make_mapper=FakeMapper, **parameters):
         Rig.count += 1

@@ -25,12 +25,7 @@ SMALL = {"engine.backend": "cpu", "engine.threads": 1, "gate.min_translation_m":
          "publish.render_hz": 20.0, "publish.splats_hz": 20.0, "refine.pose": False, "mesh.voxel_m": 0.1, "eval.holdout_every": 4}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ros(ros_domain):
-    Rig.domain = ros_domain
-    rclpy.init(domain_id=ros_domain)
-    yield
-    rclpy.try_shutdown()
+pytestmark = pytest.mark.usefixtures("ros")
 
 
 @pytest.fixture

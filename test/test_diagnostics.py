@@ -14,12 +14,7 @@ from spirula_ros.diagnostics import memory_report
 OK, WARN, ERROR = DiagnosticStatus.OK, DiagnosticStatus.WARN, DiagnosticStatus.ERROR
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ros(ros_domain):
-    Rig.domain = ros_domain
-    rclpy.init(domain_id=ros_domain)
-    yield
-    rclpy.try_shutdown()
+pytestmark = pytest.mark.usefixtures("ros")
 
 
 @pytest.fixture

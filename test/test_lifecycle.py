@@ -25,12 +25,7 @@ from spirula_ros.srv import SaveMap
 SMALL = {"engine.backend": "cpu", "engine.threads": 1, "gate.min_translation_m": 0.0, "gate.min_rotation_deg": 0.0, "gate.min_sharpness": 0.0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ros(ros_domain):
-    Rig.domain = ros_domain
-    rclpy.init(domain_id=ros_domain)
-    yield
-    rclpy.try_shutdown()
+pytestmark = pytest.mark.usefixtures("ros")
 
 
 @pytest.fixture
@@ -210,7 +205,7 @@ def test_cleanup_waits_for_services_that_still_have_to_answer(make_rig):
 
 
 def test_a_failed_activation_leaves_no_subscription(make_rig):
-    rig = make_rig(**{"lifecycle.autostart": False, "qos_overrides./wrong.subscription.depth": 1})
+    rig = make_rig(**{"lifecycle.autostart": False})
     topic = f"{rig.namespace}/depth"
     assert change(rig, Transition.TRANSITION_CONFIGURE)
     rig.node.declare_parameter(f"qos_overrides.{topic}.subscription.reliability", "perhaps")

@@ -36,12 +36,7 @@ from spirula_ros.session import check_path
 from spirula_ros.publish import camera_info_msg, header
 from spirula_ros.srv import SaveMap
 
-@pytest.fixture(scope="module", autouse=True)
-def ros(ros_domain):
-    Rig.domain = ros_domain
-    rclpy.init(domain_id=ros_domain)
-    yield
-    rclpy.try_shutdown()
+pytestmark = pytest.mark.usefixtures("ros")
 
 
 @pytest.fixture
@@ -346,13 +341,13 @@ def test_closing_during_finish_ends_the_training(phase, monkeypatch):
 
 
 @pytest.mark.parametrize("rig", [{"watch.silence_s": 0.3, "watch.repeat_s": 0.3}], indirect=True)
-def test_silence_names_the_topic_without_publisher_and_the_wrong_qos(rig):
+def test_silence_names_the_topic_without_publisher_and_the_wrong_qos(rig, ros):
     status = rig.hear(MapStatus, "status", LATCHED)
     rig.robot.destroy_publisher(rig.depth)
     rig.robot.destroy_publisher(rig.pose)
     rig.robot.create_publisher(PoseStamped, "slam/pose", 10)
     other = rclpy.Context()  # one participant cannot have two types on a topic
-    rclpy.init(context=other, domain_id=rig.domain)
+    rclpy.init(context=other, domain_id=ros)
     stranger = rclpy.create_node("stranger", context=other)
     stranger.create_publisher(String, f"{rig.namespace}/depth", 10)
     rig.until(lambda: status and "slam/pose" in status[-1].hint and "stranger" in status[-1].hint)

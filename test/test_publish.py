@@ -105,3 +105,18 @@ def test_camera_info_uses_the_ros_pixel_centre():
     msg = camera_info_msg(Camera(8, 6, 10.0, 11.0, 4.0, 3.0), header(STAMP, "cam"))
     assert (msg.k[2], msg.k[5], msg.p[2], msg.p[6]) == (3.5, 2.5, 3.5, 2.5)
     assert (msg.k[0], msg.k[4], msg.width, msg.height) == (10.0, 11.0, 8, 6)
+
+
+def test_chunks_of_another_map_wipe_those_of_the_last():
+    mesh = MeshMarkers()
+    mesh.update([chunk()], 0)
+    mesh.next_message(1, "map", 1000)
+    mesh.update([chunk((1, 0, 0))], 1)   # a reset between two snapshots
+    first, second = deserialize_message(mesh.next_message(1, "map", 1000), MarkerArray).markers
+    assert (first.action, second.action) == (Marker.DELETEALL, Marker.ADD)
+    mesh.resend()
+    assert len(deserialize_message(mesh.next_message(1, "map", 1000), MarkerArray).markers) == 1, "the old chunk is gone"
+    mesh.update((), None)                   # and one after which nothing has come yet
+    assert [m.action for m in deserialize_message(mesh.next_message(1, "map", 1000), MarkerArray).markers] == [Marker.DELETEALL]
+    mesh.update([chunk()], 2)
+    assert [m.action for m in deserialize_message(mesh.next_message(1, "map", 1000), MarkerArray).markers] == [Marker.ADD]

@@ -16,10 +16,12 @@ from fake_mapper import triangle
 from spirula_gpu.report import CameraPath, MeshChunk, Snapshot
 from spirula_ros.msg import MapStatus, VramReport
 from spirula_ros.publish import header, image_msg
-from test_node import CAMERA, Rig, ros  # noqa: F401 (a fixture)
+from node_rig import CAMERA, Rig
 
 RELIABLE, BEST_EFFORT, VOLATILE, LATCHED = ReliabilityPolicy.RELIABLE, ReliabilityPolicy.BEST_EFFORT, DurabilityPolicy.VOLATILE, DurabilityPolicy.TRANSIENT_LOCAL
 PUBLISHERS = list(itertools.product((RELIABLE, BEST_EFFORT), (VOLATILE, LATCHED)))
+
+pytestmark = pytest.mark.usefixtures("ros")
 
 
 def qos(reliability, durability, depth=100):

@@ -13,11 +13,15 @@ from sensor_msgs.msg import CameraInfo, Image
 from spirula_gpu.camera import Camera
 from spirula_ros.node import TrainNode
 from spirula_ros.publish import camera_info_msg, depth_msg, header, image_msg
-from test_node import BEST_EFFORT, LATCHED, MapStatus, rig, ros  # noqa: F401
+from node_rig import BEST_EFFORT, LATCHED
+from spirula_ros.msg import MapStatus
+from test_node import rig  # noqa: F401 (a fixture)
 
 BODY, REAR = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, -0.2, 0.0, 1.0, 0.0, 0.0)
 CAMERAS = {"front": Camera(64, 48, 60.0, 60.0, 32.0, 24.0), "rear": Camera(32, 24, 30.0, 30.0, 16.0, 12.0)}
 TWO = {"topics.cameras": "front, rear", "topics.image": "{camera}/image", "topics.depth": "{camera}/depth", "topics.camera_info": "{camera}/camera_info", "intake.T_body_camera": list(BODY + REAR)}
+
+pytestmark = pytest.mark.usefixtures("ros")
 
 
 class Cameras:

@@ -60,3 +60,20 @@ def test_the_node_loads_nothing_that_reads_recordings_or_trains_offline():
     """At a robot each of them costs memory and a second of start."""
     code = "import sys, spirula_ros.node; print(sorted({m.split('.')[0] for m in sys.modules} & {'rosbags', 'scipy', 'torch', 'open3d', 'pycolmap', 'viser'}))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_node_keeps_freed_memory():
+    """A block as large as a 1080p message stays with the process; by itself glibc gives it back at once."""
+    code = """
+import re, sys
+from spirula_ros.node import keep_freed_memory
+resident_kb = lambda: int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+before = resident_kb()
+block = bytearray(b"x" * (30 << 20))
+del block
+print(resident_kb() - before)
+"""
+    grown = {how: int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout) for how in ("kept", "plain")}
+    assert grown["kept"] > 25_000 > 5_000 > grown["plain"], grown

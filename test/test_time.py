@@ -10,8 +10,8 @@ from spirula_gpu.mapper import Mapper
 from spirula_ros.errors import InputError
 from spirula_ros.intake import Intake, IntakeConfig
 from spirula_ros.params import split
-from spirula_ros.replay import sessions_of
-from spirula_ros.sessions import Sessions, free_path
+from spirula_ros.replay import time_jump_of
+from spirula_ros.time_jump import TimeJump, free_path
 from spirula_ros.settings import Settings
 from test_intake import MS, PERIOD, S, T0, Rig
 from test_mapper import SMALL, frame
@@ -120,7 +120,7 @@ def laps(policy: str, map_path: str = "", n: int = 6) -> tuple[Mapper, list[str]
     """Two laps of a wall with the same stamps, whose poses differ by 3 cm."""
     said, mapper = [], Mapper(replaced(SMALL, {"train.steps_per_frame": 5, "refine.exposure": False, "refine.pose": False}))
     ros, _ = split({"intake.map_on_time_jump": policy, "output.map_path": map_path})
-    sessions = Sessions(ros, mapper.command, mapper.status, said.append)
+    sessions = TimeJump(ros, mapper.command, mapper.status, said.append)
     for lap in range(2):
         if lap:
             sessions.restarted(lap)
@@ -185,9 +185,9 @@ def test_a_map_that_cannot_be_saved_goes_on(tmp_path):
 def test_new_sessions_need_somewhere_to_go():
     ros, config = split({"intake.map_on_time_jump": "new_session"})
     with pytest.raises(ValueError, match="output.map_path, which is empty"):
-        Sessions(ros, None, None, None)
+        TimeJump(ros, None, None, None)
     with pytest.raises(InputError, match="output.map_path"):
-        sessions_of(Settings(config, ros, frozenset()), Mapper(SMALL))
+        time_jump_of(Settings(config, ros, frozenset()), Mapper(SMALL))
     with pytest.raises(ValueError, match="must be one of keep, reset, new_session"):
         split({"intake.map_on_time_jump": "forget"})
 

@@ -10,7 +10,7 @@ from spirula_gpu.formats import format_of
 from .params import RosConfig
 
 
-class Sessions:
+class TimeJump:
     """command, status: the mapper's; say: called with a line for the log, maybe from the mapper's thread. Raises ValueError when the maps have nowhere to go."""
 
     def __init__(self, ros: RosConfig, command: Callable[..., Future], status: Callable[[], Any], say: Callable[[str], None]):
