@@ -241,8 +241,10 @@ class Poses:
         self._followed: tuple[np.ndarray, np.ndarray] | None = None   # the newest path that poses are of
         self._bad: deque[int] = deque(maxlen=100)  # stamps of unusable poses
         self._bad_text = ""
-        self._T_body_camera, self._T_camera_lidar = (transforms(config, name, cameras) for name in ("T_body_camera", "T_camera_lidar"))
-        self._extrinsics_given, self._lidar_given = (not np.array_equal(T, np.tile(np.eye(4), (cameras, 1, 1))) for T in (self._T_body_camera, self._T_camera_lidar))
+        names = "T_body_camera", "T_camera_lidar"
+        self._T_body_camera, self._T_camera_lidar = (transforms(config, name, cameras) for name in names)
+        # the default is one identity; whoever writes several means them
+        self._extrinsics_given, self._lidar_given = (len(getattr(config, name)) > 7 or not np.array_equal(T[0], np.eye(4)) for name, T in zip(names, (self._T_body_camera, self._T_camera_lidar)))
 
     @property
     def map_frame(self) -> str:
@@ -361,7 +363,7 @@ class Poses:
         try:
             return inverse(T_world_cam) @ self.of(image._replace(stamp_ns=stamp_ns)) @ T_cam_frame
         except BadMessage as error:
-            raise type(error)(error.reason, f"at the stamp of its points: {error.text}") from None
+            raise type(error)(error.reason, f"at the stamp of what was measured beside it: {error.text}") from None
 
     def _note_bad(self, stamp_ns: int, error: BadMessage) -> None:
         self._bad.append(stamp_ns)

@@ -28,7 +28,7 @@ def latched(depth: int) -> QoSProfile:
 
 
 class Outputs:
-    """Owned by the executor's thread. `frame_id`: of the newest input frame; `stamp_delay_ms`: its stamp -> the inbox."""
+    """Owned by the executor's thread. `frame_id`, `stamp_delay_ms`: of the newest frame that was taken, and its stamp -> the inbox."""
 
     def __init__(self, session, stack: ExitStack):
         self._session, self._node, self._mapper = session, session.node, session.mapper

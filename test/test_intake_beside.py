@@ -81,13 +81,13 @@ def test_the_pose_at_the_cloud_is_waited_for():
     rig = lidar_rig()
     rig.feed(T0, "info", "pose", "image")
     rig.points(T0 + 50 * MS)
-    assert not rig.frames and "at the stamp of its points" in rig.intake.waiting_for
+    assert not rig.frames and "at the stamp of what was measured beside it" in rig.intake.waiting_for
     rig.pose(T0 + PERIOD)
     assert len(rig.frames) == 1
     rig.feed(T0 + PERIOD, "image")
     rig.points(T0 + PERIOD + 40 * MS)
     rig.expire()
-    assert rig.dropped == {"pose_too_old": 1} and "at the stamp of its points" in rig.intake.last_problem
+    assert rig.dropped == {"pose_too_old": 1} and "at the stamp of what was measured beside it" in rig.intake.last_problem
 
 
 def test_points_in_the_frame_of_the_map():

@@ -145,6 +145,11 @@ def test_extrinsics_of_each_camera_by_tf():
         front, rear = rig.frames
         assert front.T_world_cam[:3, 3].tolist() == [1, 0, 0] and rear.frame_id == "rear_optical", source
         np.testing.assert_allclose(rear.T_world_cam, front.T_world_cam @ TURNED, atol=1e-12)
+    both = TwoCameras(T_body_camera=BODY + BODY)   # both at the body's place, as somebody has written
+    both.info()
+    both.pose(T0)
+    both.both(T0)
+    assert len(both.frames) == 2 and both.ledger.counts().dropped == {}
     lost = TwoCameras(T_body_camera=BODY)
     lost.info()
     lost.both(T0)
